@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -114,25 +114,20 @@ def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 
 
 def _parse_config(document: object, url: str) -> CheckpointingConfig:
-    known = {field.name for field in fields(CheckpointingConfig)}
-    if isinstance(document, dict) and "common_backend" not in document:
+    if isinstance(document, dict) and document.get("sharded_backend") == DCP_BACKEND:
         # Megatron-Core 0.19 stores the common part as an object of torch_dist.
-        is_dcp = document.get("sharded_backend") == DCP_BACKEND
-        document = {**document, **({"common_backend": DCP_BACKEND} if is_dcp else {})}
+        document = {"common_backend": DCP_BACKEND, **document}
     try:
         config = msgspec.convert(document, CheckpointingConfig)
+        if unknown := sorted(set(cast(dict[str, object], document)) - set(asdict(config))):
+            raise msgspec.ValidationError(f"unknown entries {unknown}")
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise NotACheckpointError(
             f"{url} ({document!r:.200}) does not name the sharded_backend of a distributed "
-            f"checkpoint ({error}); give the folder that save() wrote, or restore it from a copy",
+            f"checkpoint of a known version ({error}); give the folder that save() wrote, restore "
+            "it from a copy, or upgrade shardstore if a newer version wrote it",
             url=url,
         ) from error
-    if isinstance(document, dict) and (unknown := sorted(set(document) - known)):
-        raise NotACheckpointError(
-            f"{url} has the unknown entries {unknown} (known are {sorted(known)}): another program "
-            "or a newer version wrote it; upgrade shardstore to read a newer version",
-            url=url,
-        )
     return config
 
 

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from shardstore.errors import StructureError
-from shardstore.sharded.base import ShardedBase
+from shardstore.mapping import ShardedBase
+
+Path: TypeAlias = tuple[Any, ...]
+"""Keys and positions that lead to a value in nested dicts and lists."""
+
+MOST_DEEP = 300
+"""Largest number of nested dicts and lists; functions that walk them call themselves."""
 
 _NESTED = (dict, list)  # a tuple, because `dict | list` makes an object for each test
 
@@ -121,17 +127,13 @@ def _is_sequence(x: Any) -> bool:
 
 def _value_mismatch(x1: Any, x2: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     types = (path, type(x1), type(x2))
-    if isinstance(x1, torch.Tensor) != isinstance(x2, torch.Tensor):
-        return [types]
-    if isinstance(x1, torch.Tensor) and x1.shape != x2.shape:
+    tensors = [isinstance(x, torch.Tensor) for x in (x1, x2)]
+    if all(tensors) and x1.shape != x2.shape:
         return [(*types, x1.shape, x2.shape)]
     try:
-        if isinstance(x1, torch.Tensor):
-            unequal = x1 != x2
-            if torch.any(unequal):
-                return [(*types, unequal.sum(), x1.shape, unequal.nonzero().tolist())]
-            return []
-        equal = bool(np.all(x1 == x2))
+        if all(tensors) and torch.any(unequal := x1 != x2):
+            return [(*types, unequal.sum(), x1.shape, unequal.nonzero().tolist())]
+        equal = all(tensors) or (not any(tensors) and bool(np.all(x1 == x2)))
     except Exception:
         # Values that cannot be compared (meta tensors, some objects) count as different.
         equal = False
@@ -180,6 +182,30 @@ def nested_items_iter(
             yield x, key, value
 
 
+def leaves(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every value of nested dicts, lists and tuples, with its path.
+
+    Args:
+        x: the structure.
+        path: path of ``x`` in the whole structure.
+
+    Raises:
+        StructureError: it is nested more than :data:`MOST_DEEP` levels deep, as is a list that
+            contains itself.
+    """
+    if len(path) >= MOST_DEEP:
+        raise StructureError(
+            f"the state dict is nested more than {MOST_DEEP} levels deep at "
+            f"{'.'.join(map(str, path[:8]))}...: look for a dict or list there that contains "
+            "itself, and remove it"
+        )
+    for name, value in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(value, dict | list | tuple):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
     """Replace every value ``v`` of nested dicts and lists by ``f(v)``, in place."""
     dict_list_map_inplace(f, d)
@@ -197,13 +223,10 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
     Returns:
         ``x``, or ``f(x)`` if ``x`` is a value.
     """
-    if isinstance(x, dict):
-        for key, value in list(x.items()):
-            x[key] = dict_list_map_inplace(f, value)
-    elif isinstance(x, list):
-        x[:] = [dict_list_map_inplace(f, value) for value in x]
-    else:
+    if not isinstance(x, _NESTED):
         return f(x)
+    for container, key, value in nested_items_iter(x):
+        container[key] = f(value)
     return x
 
 

@@ -66,9 +66,6 @@ class CheckpointingException(Exception):  # noqa: N818 (Megatron-Core's name)
         # The builtins print other forms: KeyError the repr, OSError the errno.
         return self.message
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.args, dict(self.__dict__))
-
 
 @cache
 def kind_of_dcp(
@@ -89,19 +86,10 @@ def kind_of_dcp(
 
         def __reduce__(self) -> tuple[object, ...]:
             reduced: Any = kind.__reduce__(self)
-            return reduced[0], (kind, *reduced[1][1:])
+            return kind, *reduced[1:]
 
     Both.__module__, Both.__name__, Both.__qualname__ = __name__, kind.__name__, kind.__qualname__
     return Both
-
-
-def _rebuild(
-    cls: type[CheckpointingException], args: tuple[Any, ...], about: dict[str, object]
-) -> CheckpointingException:
-    error = cls(*args)
-    for name, value in about.items():
-        setattr(error, name, value)
-    return error
 
 
 class ArgumentError(CheckpointingException, ValueError, TypeError):
@@ -194,7 +182,7 @@ class StorageError(CheckpointingException, OSError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # OSError keeps errno outside of the instance's __dict__.
-        return _rebuild, (type(self), (self.message,), {**self.__dict__, "errno": self.errno})
+        return type(self), (self.message,), {**self.__dict__, "errno": self.errno}
 
 
 class UnsafeObjectError(CheckpointingException, pickle.UnpicklingError):

@@ -20,8 +20,7 @@ from shardstore.distributed.groups import (
     raise_together,
 )
 from shardstore.errors import CheckpointingException
-from shardstore.mapping import ShardedStateDict, ShardedTensor, is_main_replica
-from shardstore.sharded.layouts import data_shape
+from shardstore.mapping import ShardedStateDict, ShardedTensor, data_shape, is_main_replica
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId, sharded_tensors_of
 
 T = TypeVar("T", bound=Hashable)

@@ -1,17 +1,24 @@
 """The mapping of local tensors and objects to global ones.
 
-A :class:`ShardedTensor` names the box (or flattened range) of a global tensor that a rank holds.
-The other public names come from :mod:`shardstore.sharded.base` and
-:mod:`shardstore.sharded.objects`.
+The entries of a sharded state dict are a :class:`ShardedTensor`, which names the box (or flattened
+range) of a global tensor that a rank holds; a :class:`ShardedObject`, one cell of a grid of
+objects; and a :class:`ShardedTensorFactory`, a tensor that is saved in another form than it has in
+memory. A factory builds shards before a save or load, and merges them into one tensor after a load.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Callable
+import operator
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from numbers import Integral
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,62 +26,82 @@ import torch
 
 from shardstore.errors import (
     AccessPatternError,
-    CheckpointingException,
+    ArgumentError,
     DTypeMismatchError,
+    KeyNameError,
     ShapeMismatchError,
+    StructureError,
 )
-from shardstore.sharded.base import (
-    CommonStateDict,
-    LocalNonpersistentObject,
-    ReplicaId,
-    ShardedBase,
-    ShardedStateDict,
-    StateDict,
-    grid_position,
-    ints,
-    is_main_replica,
-    misfit,
-)
-from shardstore.sharded.objects import (
-    FactoryBuildFn,
-    FactoryMergeFn,
-    ShardedObject,
-    ShardedTensorFactory,
-    apply_factories,
-    apply_factory_merges,
-)
-
-__all__ = [
-    "CheckpointingException",
-    "CommonStateDict",
-    "FactoryBuildFn",
-    "FactoryMergeFn",
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "apply_factories",
-    "apply_factory_merges",
-    "is_main_replica",
-]
+from shardstore.errors import CheckpointingException as CheckpointingException
+from shardstore.storage.format.grid import Box
 
 logger = logging.getLogger(__name__)
 
 # Notices already logged in this process. Each is logged once, not for every shard.
 _logged_deprecations: dict[str, bool] = {}
 
+StateDict: TypeAlias = dict[str, Any]
+CommonStateDict: TypeAlias = dict[str, Any]
+ShardedStateDict: TypeAlias = dict[str, Any]
+ReplicaId: TypeAlias = int | tuple[int, ...]
 
-def _require_tensor(key: str, data: object) -> None:
-    if not isinstance(data, torch.Tensor):
-        raise DTypeMismatchError(
-            f"the data of key {key!r} is a {type(data).__name__}, not a tensor; convert it with "
-            "torch.as_tensor or torch.from_numpy, or save it as a common value",
-            key=key,
-        )
+
+class ShardedBase(ABC):
+    """An entry of a sharded state dict: a part of a global tensor or object.
+
+    Attributes:
+        key: identifies the global tensor or object; the same on every rank.
+        data: the local part; ``None`` if only its description is needed.
+        replica_id: number of this copy of the part, see :func:`is_main_replica`.
+    """
+
+    key: str
+    data: object
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Check the attributes.
+
+        Raises:
+            CheckpointingException: they contradict each other.
+        """
+
+    def without_data(self) -> Self:
+        """Return a copy of the description alone, with ``data=None``."""
+        described = copy.copy(self)
+        described.data = None
+        return described
+
+    def _wrong(
+        self, what: str, kind: type[CheckpointingException] = AccessPatternError
+    ) -> CheckpointingException:
+        return kind(f"{self}: {what}", key=self.key)
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Return whether a replica is the main one, which is saved: 0, or a tuple of zeros.
+
+    The caller must give exactly one rank the main replica of each shard.
+    """
+    if type(replica_id) is tuple:  # the most frequent case first, for speed
+        return replica_id.count(0) == len(replica_id)
+    if type(replica_id) is int or isinstance(replica_id, Integral):
+        return bool(replica_id == 0)
+    if not isinstance(replica_id, Sequence) or isinstance(replica_id, str):
+        raise ArgumentError(f"replica_id={replica_id!r} must be a whole number or a tuple of them")
+    return all(part == 0 for part in replica_id)
+
+
+class LocalNonpersistentObject:
+    """An object that is not saved. ``load`` returns the local object in its place."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """Return the object."""
+        return self.obj
 
 
 @dataclass
@@ -143,18 +170,16 @@ class ShardedTensor(ShardedBase):
             size = math.prod(self.local_shape)
             if not isinstance(flat, slice) or flat.step is not None:
                 raise self._wrong(f"flattened_range={flat!r} must be a slice without a step")
-            start = 0 if flat.start is None else flat.start
-            stop = size if flat.stop is None else flat.stop
-            if not 0 <= start <= stop <= size:
-                raise ShapeMismatchError(
-                    f"{self}: flattened_range {flat} is not within the {size} elements of the "
-                    f"local tensor; give 0 <= start <= stop <= {size}",
-                    key=self.key,
+            if not 0 <= (flat.start or 0) <= (size if flat.stop is None else flat.stop) <= size:
+                raise self._wrong(
+                    f"flattened_range {flat} is not within the {size} elements of the local "
+                    f"tensor; give 0 <= start <= stop <= {size}",
+                    ShapeMismatchError,
                 )
         if self.data is not None:
             self._validate_data(self.data)
         parts = self.axis_fragmentations
-        problem = misfit(  # a caller may have set lists, which are not hashable
+        problem = _misfit(  # a caller may have set lists, which are not hashable
             tuple(self.local_shape),
             tuple(self.global_shape),
             tuple(self.global_offset),
@@ -167,29 +192,18 @@ class ShardedTensor(ShardedBase):
     def _validate_data(self, data: torch.Tensor) -> None:
         _require_tensor(self.key, data)
         if data.dtype != self.dtype:
-            raise DTypeMismatchError(
-                f"{self}: the data has dtype {data.dtype}, but dtype is {self.dtype}; "
-                "convert the data or correct dtype",
-                key=self.key,
+            raise self._wrong(
+                f"the data has dtype {data.dtype}, but dtype is {self.dtype}; convert the data or "
+                "correct dtype",
+                DTypeMismatchError,
             )
-        flat = self.flattened_range
-        expected = self.local_shape
-        if flat is not None:
-            start, stop = self._flat_bounds()
-            expected = (stop - start,)
-        if data.shape != expected:
-            described = f"local_shape is {expected}"
-            if flat is not None:
-                described = f"with flattened_range {flat} it must be 1-D, {expected[0]} elements"
-            raise ShapeMismatchError(
-                f"{self}: the data has shape {tuple(data.shape)}, {data.numel()} elements, but "
-                f"{described}; pass data of this shape or correct the description",
-                key=self.key,
+        if data.shape != (expected := data_shape(self)):
+            what = "local_shape" if self.flattened_range is None else "the 1-D flattened shape"
+            raise self._wrong(
+                f"the data has shape {tuple(data.shape)}, {data.numel()} elements, but {what} is "
+                f"{expected}; pass data of this shape or correct the description",
+                ShapeMismatchError,
             )
-
-    def without_data(self) -> ShardedTensor:
-        """Return a copy of the description, with ``data=None``."""
-        return replace(self, data=None)
 
     @classmethod
     def from_rank_offsets(
@@ -228,16 +242,9 @@ class ShardedTensor(ShardedBase):
             )
         _require_tensor(key, data)
         shape = tuple(data.shape)
-        return cls(
-            key,
-            data,
-            data.dtype,
-            shape,
-            *grid_position(key, shape, rank_offsets, prepend_axis_num),
-            replica_id=replica_id,
-            prepend_axis_num=prepend_axis_num,
-            **init_kwargs,
-        )
+        position = _grid_position(key, shape, rank_offsets, prepend_axis_num)
+        init_kwargs |= {"replica_id": replica_id, "prepend_axis_num": prepend_axis_num}
+        return cls(key, data, data.dtype, shape, *position, **init_kwargs)
 
     @classmethod
     def from_rank_offsets_flat(
@@ -273,19 +280,9 @@ class ShardedTensor(ShardedBase):
             )
         _require_tensor(key, data)
         shape = ints(non_flat_local_shape)
-        position = grid_position(key, shape, args, kwargs.get("prepend_axis_num", 0))
-        return cls(
-            key, data, data.dtype, shape, *position, flattened_range=flattened_range, **kwargs
-        )
-
-    def _flat_bounds(self) -> tuple[int, int]:
-        """Return start and stop of the flattened range."""
-        assert self.flattened_range is not None
-        start, stop, _ = self.flattened_range.indices(math.prod(self.local_shape))
-        return start, max(start, stop)
-
-    def _wrong(self, what: str) -> AccessPatternError:
-        return AccessPatternError(f"{self}: {what}", key=self.key)
+        position = _grid_position(key, shape, args, kwargs.get("prepend_axis_num", 0))
+        kwargs["flattened_range"] = flattened_range
+        return cls(key, data, data.dtype, shape, *position, **kwargs)
 
     @property
     def has_regular_grid(self) -> bool:
@@ -299,11 +296,7 @@ class ShardedTensor(ShardedBase):
         flattened range is ignored: the box is that of the whole local tensor.
         """
         prepended = self.prepend_axis_num
-        box = (
-            slice(offset, offset + size)
-            for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True)
-        )
-        return (*self.global_offset[:prepended], *box)
+        return (*self.global_offset[:prepended], *local_box(self).slices[prepended:])
 
     def global_coordinates(self) -> tuple[int | npt.NDArray[np.intp], ...]:
         """Return the global index of each element of the flattened range.
@@ -334,7 +327,7 @@ class ShardedTensor(ShardedBase):
                 "global_coordinates and local_coordinates need a flattened_range; without one use "
                 "global_slice"
             )
-        elements = np.arange(*self._flat_bounds())
+        elements = np.arange(*flat_bounds(self))
         return tuple(np.unravel_index(elements, self.local_shape)) if self.local_shape else ()
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
@@ -383,18 +376,10 @@ class ShardedTensor(ShardedBase):
             device: device of the tensor.
             init_fn: called as ``init_fn(local_shape, dtype=..., device=...)``.
         """
-        if self.data is not None:
-            return
-        if self.flattened_range is None:
-            self.data = init_fn(self.local_shape, dtype=self.dtype, device=device)
-            return
-        start, stop = self._flat_bounds()
-        if init_fn in (torch.empty, torch.zeros, torch.ones):
-            # All elements are equal, so allocate only the range.
-            self.data = init_fn((stop - start,), dtype=self.dtype, device=device)
-            return
-        whole = init_fn(self.local_shape, dtype=self.dtype, device=device)
-        self.data = whole.flatten()[start:stop].clone()
+        if self.data is None:
+            whole = init_fn(self.local_shape, dtype=self.dtype, device=device)
+            flat = self.flattened_range
+            self.data = whole if flat is None else whole.flatten()[flat].clone()
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """Narrow the local tensor as ``torch.narrow`` does; all ranks keep the same part.
@@ -415,12 +400,12 @@ class ShardedTensor(ShardedBase):
                 is irregular; or the shard is flattened and ``dim`` is not 0 (the part would
                 not be contiguous).
         """
-        if self.flattened_range is not None and dim != 0:
+        ndim, flat = len(self.local_shape), self.flattened_range
+        if flat is not None and dim != 0:
             raise self._wrong(
                 f"a flattened shard can be narrowed along axis 0, not {dim}: "
                 "the elements along other axes are not contiguous"
             )
-        ndim = len(self.local_shape)
         if not -ndim <= dim < ndim:
             raise self._wrong(f"cannot narrow axis {dim}: the local tensor has {ndim} axes")
         dim %= ndim
@@ -431,34 +416,318 @@ class ShardedTensor(ShardedBase):
                 f"cannot narrow axis {dim} of local length {size} to "
                 f"{length} elements from {start} on"
             )
-        global_size, offset = self.global_shape[axis], self.global_offset[axis]
-        if global_size % max(1, size) or offset % max(1, size) or (global_size and not size):
+        global_size, offset, unit = self.global_shape[axis], self.global_offset[axis], max(1, size)
+        if global_size % unit or offset % unit or (global_size and not size):
             raise self._wrong(
                 f"narrowing axis {dim} needs a regular cut along it, but local length {size} does "
                 f"not divide offset {offset} and global length {global_size}"
             )
-        local_shape, global_shape = list(self.local_shape), list(self.global_shape)
-        global_offset = list(self.global_offset)
-        local_shape[dim] = length
-        global_shape[axis] = global_size // max(1, size) * length
-        global_offset[axis] = offset // max(1, size) * length
-        data, flat = self.data, self.flattened_range
-        if flat is None:
-            data = None if data is None else data.narrow(dim, start, length)
-        else:
+        part = dim, start, length
+        if flat is not None:
             row = math.prod(self.local_shape[1:])
-            first, last = self._flat_bounds()
-            kept_first, kept_last = max(first, start * row), min(last, (start + length) * row)
-            if kept_first >= kept_last:
+            held_from, held_to = flat_bounds(self)
+            first, last = max(held_from, start * row), min(held_to, (start + length) * row)
+            if first >= last:
                 return []
-            flat = slice(kept_first - start * row, kept_last - start * row)
-            data = None if data is None else data[kept_first - first : kept_last - first]
+            part = 0, first - held_from, last - first
+            flat = slice(first - start * row, last - start * row)
         narrowed = replace(
             self,
-            data=data,
+            data=None if self.data is None else self.data.narrow(*part),
             flattened_range=flat,
-            local_shape=tuple(local_shape),
-            global_shape=tuple(global_shape),
-            global_offset=tuple(global_offset),
+            local_shape=_with(self.local_shape, dim, length),
+            global_shape=_with(self.global_shape, axis, global_size // unit * length),
+            global_offset=_with(self.global_offset, axis, offset // unit * length),
         )
         return [narrowed]
+
+
+def _with(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    """Return the tuple with another value at one axis."""
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def local_box(tensor: ShardedTensor) -> Box:
+    """Return the box of the whole, unflattened local tensor in the global tensor."""
+    return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
+
+
+def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
+    """Return start and stop of the flattened range in the flattened local tensor."""
+    assert tensor.flattened_range is not None
+    start, stop, _ = tensor.flattened_range.indices(math.prod(tensor.local_shape))
+    return start, stop
+
+
+def data_shape(tensor: ShardedTensor) -> tuple[int, ...]:
+    """Return the shape of a shard's local data; 1-D for a flattened range."""
+    if tensor.flattened_range is None:
+        return tensor.local_shape
+    start, stop = flat_bounds(tensor)
+    return (stop - start,)
+
+
+@lru_cache(maxsize=4096)
+def _misfit(
+    local_shape: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    global_offset: tuple[int, ...],
+    axis_fragmentations: tuple[int, ...] | None,
+    prepend_axis_num: int,
+) -> str | None:
+    """Return an error text if the arguments contradict each other, else ``None``.
+
+    Cached, because many shards of a model have the same cut.
+    """
+    ndim = len(global_shape)
+    if not ndim == len(global_offset) == len(local_shape) + prepend_axis_num:
+        return (
+            f"global_shape has {ndim} axes, but global_offset has {len(global_offset)}, and "
+            f"local_shape {len(local_shape)} beside prepend_axis_num={prepend_axis_num}; give one "
+            "offset for each global axis, and as many local and prepended axes together"
+        )
+    if any(n < 0 for n in (*local_shape, *global_shape, *global_offset)):
+        return "shapes and offsets must not be negative"
+    if axis_fragmentations is None:
+        return None
+    if len(axis_fragmentations) != ndim or any(n < 1 for n in axis_fragmentations):
+        return (
+            f"axis_fragmentations {axis_fragmentations} must be one positive number "
+            f"for each of the {ndim} global axes, or None for an irregular cut"
+        )
+    for axis, (offset, size) in enumerate(
+        zip(global_offset[prepend_axis_num:], local_shape, strict=True), prepend_axis_num
+    ):
+        if offset % max(1, size):
+            return (
+                f"along global axis {axis} the offset {offset} is not a multiple of the local "
+                f"length {size}; for an irregular cut pass axis_fragmentations=None"
+            )
+    return None
+
+
+def ints(values: Sequence[int]) -> tuple[int, ...]:
+    """Convert any kind of integers to a tuple of ``int``.
+
+    Raises:
+        ArgumentError: ``values`` is no sequence of numbers.
+    """
+    try:
+        return tuple(int(value) for value in values)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"{values!r:.100} must be a tuple of whole numbers, such as (4, 2)"
+        ) from None
+
+
+def _grid_position(
+    key: str,
+    local_shape: tuple[int, ...],
+    rank_offsets: Sequence[tuple[int, int, int]],
+    prepend_axis_num: int,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return global shape, global offset and fragmentations for rank offsets."""
+    sizes = (1,) * prepend_axis_num + local_shape
+    cuts: dict[int, tuple[int, int]] = {}
+    for rank_offset in rank_offsets:
+        try:
+            axis, index, parts = map(operator.index, rank_offset)
+            fits = 0 <= axis < len(sizes) and 0 <= index < parts
+            fits = fits and cuts.setdefault(axis, (index, parts)) == (index, parts)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise AccessPatternError(
+                f"{key}: rank offset {rank_offset!r} of {rank_offsets} is not (axis, index, "
+                f"parts), three whole numbers from 0: an axis below {len(sizes)} "
+                f"({prepend_axis_num} of them prepended) without a different rank offset, and an "
+                "index below parts",
+                key=key,
+            )
+    places = [cuts.get(axis, (0, 1)) for axis in range(len(sizes))]
+    return (
+        tuple(size * parts for size, (_, parts) in zip(sizes, places, strict=True)),
+        tuple(size * index for size, (index, _) in zip(sizes, places, strict=True)),
+        tuple(parts for _, parts in places),
+    )
+
+
+def _require_tensor(key: str, data: object) -> None:
+    if not isinstance(data, torch.Tensor):
+        raise DTypeMismatchError(
+            f"the data of key {key!r} is a {type(data).__name__}, not a tensor; convert it with "
+            "torch.as_tensor or torch.from_numpy, or save it as a common value",
+            key=key,
+        )
+
+
+_NUMBERS = r"((?:-?\d+(?:\.-?\d+)*)?)"
+_UNIQUE_KEY = re.compile(f"(.*)/shard_{_NUMBERS}_{_NUMBERS}", re.DOTALL)
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    """A local object as one cell of a global grid of objects.
+
+    It loads only into the same grid that it was saved in.
+
+    Attributes:
+        key: identifies the global object; the same on every rank.
+        data: the local object; ``None`` if only its description is needed.
+        global_shape: shape of the grid, in objects.
+        global_offset: cell of this object in the grid.
+        replica_id: number of this copy.
+
+    Raises:
+        CheckpointingException: on construction, if shape and offset differ in their number of axes.
+    """
+
+    key: str
+    data: object
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.global_shape = ints(self.global_shape)
+        self.global_offset = ints(self.global_offset)
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Check that shape and offset have the same number of axes.
+
+        Raises:
+            AccessPatternError: the numbers of axes differ.
+        """
+        if len(self.global_shape) != len(self.global_offset):
+            raise self._wrong(
+                f"global_offset {self.global_offset} and global_shape {self.global_shape} must "
+                "have the same number of axes"
+            )
+
+    @property
+    def unique_key(self) -> str:
+        """The name of this cell: ``<key>/shard_<offset>_<shape>``, numbers joined by dots."""
+        offset = ".".join(map(str, self.global_offset))
+        shape = ".".join(map(str, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(key={self.key!r})"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """Return the description for a :attr:`unique_key`, without data.
+
+        Args:
+            unique_key: ``<key>/shard_<offset>_<shape>``; the key itself may contain slashes.
+            replica_id: number of the copy.
+
+        Raises:
+            KeyNameError: (a ``ValueError``) the text does not have this form.
+        """
+        if found := _UNIQUE_KEY.fullmatch(unique_key):
+            key, *cell = found.groups()
+            offset, shape = ([int(n) for n in text.split(".") if n] for text in cell)
+        if not found or len(shape) > len(offset):
+            raise KeyNameError(
+                f"{unique_key!r} is not the unique key of a sharded object; expected "
+                "<key>/shard_<offset>_<shape>, numbers joined by dots",
+                key=unique_key,
+            )
+        # Old names have only the first length of the grid; the others are unknown.
+        lengths = (*shape, *[-1] * (len(offset) - len(shape)))
+        return cls(key, None, lengths, tuple(offset), replica_id)
+
+
+FactoryBuildFn: TypeAlias = Callable[[str, torch.Tensor, ReplicaId, slice | None], ShardedStateDict]
+FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
+
+
+@dataclass
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that is saved in another form than it has in memory.
+
+    The result of ``build_fn`` must depend only on its arguments. An optimizer calls it with other
+    keys and its own tensors, so that its state is cut like the parameter.
+
+    Attributes:
+        key: passed to ``build_fn``.
+        data: the tensor in its form in memory.
+        build_fn: called as ``build_fn(key, data, replica_id, flattened_range)`` before saving and
+            loading; returns a sharded state dict.
+        merge_fn: takes the loaded form of that state dict and returns one tensor.
+        replica_id: number of this copy; passed to ``build_fn``.
+        flattened_range: the held range of the flattened tensor; passed to ``build_fn``.
+    """
+
+    key: str
+    data: torch.Tensor
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> ShardedStateDict:
+        """Return the sharded state dict that replaces this factory."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def validate_metadata_integrity(self) -> None:
+        """Do nothing: a factory cannot be checked before it is built."""
+
+
+def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace every factory in nested dicts and lists by the state dict that it builds, in place.
+
+    Factories inside such a state dict are not replaced.
+    """
+
+    def built(value: Any) -> Any:
+        return value.build() if isinstance(value, ShardedTensorFactory) else value
+
+    from shardstore.dict_utils import dict_list_map_inplace  # it needs the classes above
+
+    dict_list_map_inplace(built, sharded_state_dict)
+
+
+def apply_factory_merges(
+    x1: StateDict, x2: ShardedStateDict, key: tuple[str | int, ...] = ()
+) -> StateDict:
+    """Merge the loaded state dict of each factory into one tensor, in place.
+
+    Args:
+        x1: the loaded state dict.
+        x2: the factories at their places in the structure of ``x1``. In ``x2``, a dict with integer
+            keys may name some elements of a list in ``x1``.
+        key: path to ``x1`` and ``x2`` in the whole state dict, for error texts.
+
+    Returns:
+        ``x1``; if ``x2`` is a factory, the merged tensor.
+
+    Raises:
+        StructureError: (a ``CheckpointingException`` and ``ValueError``) the structures differ.
+    """
+    if isinstance(x2, ShardedTensorFactory):
+        try:
+            return cast(StateDict, x2.merge_fn(x1))
+        except Exception as error:
+            error.add_note(f"while merging the loaded parts of the factory {x2.key!r} at {key}")
+            raise
+    if not isinstance(x1, dict | list) or not isinstance(x2, dict | type(x1)):
+        raise StructureError(
+            f"at {key} a {type(x1).__name__} was loaded, where the factories have a "
+            f"{type(x2).__name__}: neither a factory nor a matching dict or list"
+        )
+    if isinstance(x2, list) and len(x1) != len(x2):
+        raise StructureError(
+            f"{len(x1)} elements were loaded at {key}, but the factories need {len(x2)}"
+        )
+    loaded = x1 if isinstance(x1, dict) else range(len(x1))
+    for k in x2 if isinstance(x2, dict) else loaded:
+        if k not in loaded:
+            raise StructureError(
+                f"factories at {key} need element {k!r} of a {type(x1).__name__} of {len(x1)} "
+                f"elements, which was not loaded; loaded are {list(loaded)}"
+            )
+        x1[k] = apply_factory_merges(x1[k], x2[k], (*key, k))
+    return x1

@@ -22,8 +22,8 @@ from shardstore.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
+    data_shape,
 )
-from shardstore.sharded.layouts import data_shape
 from shardstore.utils import extract_sharded_tensors_and_factories
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,8 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
     Returns:
         ``id()`` of a parameter -> its number. A repeated parameter keeps its first number.
     """
-    numbers: dict[int, int] = {}
-    for number, param in enumerate(optim_params_iter):
-        numbers.setdefault(id(param), number)
-    return numbers
+    last_first = reversed(list(enumerate(optim_params_iter)))  # so that the first number stays
+    return {id(param): number for number, param in last_first}
 
 
 def get_param_id_to_sharded_param_map(
@@ -65,14 +63,12 @@ def get_param_id_to_sharded_param_map(
         other parameters are left out. If no shard matches, a warning is logged.
     """
     numbers = get_optim_param_to_id_map(optim_params_iter)
-    found: dict[int, ShardedTensor | ShardedTensorFactory] = {}
     shards, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    for shard in nested_values(shards):
-        number = numbers.get(id(shard.data))
-        if number is None:
-            logger.debug("%s is not a parameter of the optimizer", shard.key)
-        else:
-            found[number] = shard
+    found: dict[int, ShardedTensor | ShardedTensorFactory] = {
+        numbers[id(shard.data)]: shard
+        for shard in nested_values(shards)
+        if id(shard.data) in numbers
+    }
     if not found:
         logger.warning(
             "None of the model's shards is a parameter of the optimizer.%s", KEEP_VARS_HINT

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardstore.dict_utils import dict_list_map_inplace, extract_matching_values
+from shardstore.dict_utils import Path, dict_list_map_inplace, extract_matching_values, leaves
 from shardstore.errors import StructureError
 from shardstore.mapping import (
     CommonStateDict,
@@ -23,9 +23,6 @@ from shardstore.mapping import (
 )
 from shardstore.sharded.layouts import is_empty_range
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
-
-MOST_DEEP = 300
-"""Largest number of nested dicts and lists; functions that walk them call themselves."""
 
 
 def save_preprocess(
@@ -104,30 +101,19 @@ def check_state(state_dict: object) -> None:
     """Check that a state dict is a dict, and that its nesting ends.
 
     Raises:
-        StructureError: the state dict is no dict, or dicts and lists in it are nested more than
-            :data:`MOST_DEEP` levels deep, as in one that contains itself.
+        StructureError: the state dict is no dict, or dicts and lists in it are nested too deeply,
+            as in one that contains itself.
     """
     if not isinstance(state_dict, dict):
-        a = "an" if type(state_dict).__name__[0] in "aeiou" else "a"
         raise StructureError(
-            f"the state dict must be a dict of tensors and values, not {a} "
-            f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
+            f"the state dict is of type {type(state_dict).__name__}, but must be a dict of tensors "
+            "and values; for one tensor, pass {name: tensor}"
         )
-    open_paths: list[tuple[Any, tuple[Any, ...]]] = [(state_dict, ())]
-    while open_paths:
-        holder, path = open_paths.pop()
-        if len(path) >= MOST_DEEP:
-            raise StructureError(
-                f"the state dict is nested more than {MOST_DEEP} levels deep at "
-                f"{'.'.join(map(str, path[:8]))}...: look for a dict or list there that contains "
-                "itself, and remove it"
-            )
-        for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            if isinstance(value, dict | list):
-                open_paths.append((value, (*path, key)))
+    for _ in leaves(state_dict):
+        pass
 
 
-def check_lists(x: dict[Any, Any] | list[Any], path: tuple[Any, ...] = ()) -> frozenset[str]:
+def check_lists(x: dict[Any, Any] | list[Any], path: Path = ()) -> frozenset[str]:
     """Raise an error for lists whose elements hold different kinds of values: sharded, common and
     local ones.
 

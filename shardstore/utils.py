@@ -30,9 +30,7 @@ from shardstore.mapping import (
 # Key, global offset, and the flattened range's bounds (tensors) or the grid's shape (objects).
 _ShardId: TypeAlias = tuple[str, tuple[int, ...], tuple[Any, ...] | None]
 
-_FLOAT8_DTYPES = frozenset(
-    getattr(torch, name) for name in dir(torch) if name.startswith("float8_")
-)
+_Split: TypeAlias = tuple[ShardedStateDict, StateDict]
 
 
 class _UnequalLengthsError(StructureError, AssertionError):
@@ -72,15 +70,13 @@ def sharded_tensors_of(state_dict: ShardedStateDict) -> list[ShardedTensor]:
     return [value for value in nested_values(state_dict) if isinstance(value, ShardedTensor)]
 
 
-def _extract(
-    state_dict: ShardedStateDict, *kinds: type
-) -> tuple[ShardedStateDict, ShardedStateDict]:
+def _extract(state_dict: ShardedStateDict, *kinds: type) -> _Split:
     return extract_matching_values(state_dict, lambda value: isinstance(value, kinds))
 
 
 def extract_sharded_tensors(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the tensors.
 
     Returns:
@@ -91,7 +87,7 @@ def extract_sharded_tensors(
 
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the tensors and the factories of tensors.
 
     Returns:
@@ -103,7 +99,7 @@ def extract_sharded_tensors_and_factories(
 
 def extract_sharded_tensors_or_nonpersistent(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the tensors, the factories of tensors, and non-persistent objects.
 
     Returns:
@@ -117,7 +113,7 @@ def extract_sharded_tensors_or_nonpersistent(
 
 def extract_sharded_base(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off everything sharded: tensors, objects and factories.
 
     Returns:
@@ -128,7 +124,7 @@ def extract_sharded_base(
 
 def extract_nonpersistent(
     sharded_state_dict: ShardedStateDict,
-) -> tuple[ShardedStateDict, StateDict]:
+) -> _Split:
     """Split off the non-persistent objects.
 
     Returns:
@@ -170,7 +166,7 @@ def replace_prefix_for_sharding(
                 f"{new_prefix!r}; use apply_prefix_mapping to leave such keys unchanged",
                 key=key,
             )
-        return new_prefix + key[len(old_prefix) :]
+        return new_prefix + key.removeprefix(old_prefix)
 
     _rename_keys(sharded_state_dict, rename)
 
@@ -184,10 +180,8 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
     """
 
     def rename(key: str) -> str:
-        for old, new in prefix_map.items():
-            if key.startswith(old):
-                return new + key[len(old) :]
-        return key
+        old = next((prefix for prefix in prefix_map if key.startswith(prefix)), None)
+        return key if old is None else prefix_map[old] + key.removeprefix(old)
 
     _rename_keys(sharded_state_dict, rename)
 
@@ -205,17 +199,12 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """
 
     def widened(value: Any) -> Any:
-        if isinstance(value, ShardedTensor):
-            if value.data is not None:
-                value.data = _without_fp8(value.data)
-                value.dtype = value.data.dtype
-            elif value.dtype in _FLOAT8_DTYPES:
-                value.dtype = torch.bfloat16
-        elif isinstance(value, ShardedTensorFactory):
-            if value.data is not None:
-                value.data = _without_fp8(value.data)
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             return _without_fp8(value)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data is not None:
+            value.data = _without_fp8(value.data)
+        if isinstance(value, ShardedTensor):
+            value.dtype = _wider(value.dtype) if value.data is None else value.data.dtype
         return value
 
     dict_list_map_inplace(widened, sharded_state_dict)
@@ -224,7 +213,11 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
 def _without_fp8(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor).dequantize is not torch.Tensor.dequantize:
         return tensor.dequantize()
-    return tensor.to(torch.bfloat16) if tensor.dtype in _FLOAT8_DTYPES else tensor
+    return tensor.to(_wider(tensor.dtype))
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if str(dtype).startswith("torch.float8_") else dtype
 
 
 fallback_logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from shardstore.core import CheckpointingConfig, maybe_load_config
-from shardstore.coverage.access_pattern import check_reports, report_shards
 from shardstore.dict_utils import (
     dict_list_map_outplace,
     diff,
@@ -37,6 +36,7 @@ from shardstore.mapping import (
     ShardedTensor,
     StateDict,
 )
+from shardstore.sharded.coverage import check_reports, report_shards
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.stores.location import Location
@@ -64,8 +64,6 @@ class StrictHandling(Enum):
     in the checkpoint and in no rank's state dict.
     """
 
-    __module__ = "shardstore.validation"  # the name in pickles of programs
-
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     """Do not compare keys; reading an unexpected key raises an error."""
     LOG_UNEXPECTED = "log_unexpected"
@@ -91,12 +89,7 @@ class StrictHandling(Enum):
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
         """Return whether a mode needs the keys of all ranks before loading."""
-        return val in (
-            StrictHandling.IGNORE_ALL,
-            StrictHandling.LOG_ALL,
-            StrictHandling.RAISE_ALL,
-            StrictHandling.RETURN_ALL,
-        )
+        return val.name.endswith("_ALL")
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
@@ -113,8 +106,6 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     Raises:
         ArgumentError: it is neither.
     """
-    if isinstance(strict, StrictHandling):
-        return strict
     try:
         return StrictHandling(strict)
     except ValueError:
@@ -181,9 +172,8 @@ def validate_integrity_and_strict_load(
         logger.warning("%s", text)
     elif text and strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
         text += " Other `strict` modes log, return or ignore them."
-        if unexpected:
-            raise MissingKeyError(text, key=min(unexpected))
-        raise CheckpointingException(text)
+        kind = MissingKeyError if unexpected else CheckpointingException
+        raise kind(text, key=min(unexpected, default=None))
     if unexpected:
         _, sharded_state_dict = extract_matching_values(
             sharded_state_dict, lambda v: isinstance(v, ShardedBase) and v.key in unexpected
@@ -219,12 +209,9 @@ def pickled(common: StateDict) -> bytes:
     """
     try:
         return pickle.dumps(common)
-    except Exception as error:
+    except Exception:
         require_loadable(common, "the common (non-sharded) state")  # its error names the path
-        raise CheckpointingException(
-            f"the common (non-sharded) state cannot be pickled: {type(error).__name__}: "
-            f"{error}; wrap such values in LocalNonpersistentObject to leave them out"
-        ) from error
+        raise
 
 
 def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
@@ -238,13 +225,9 @@ def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
         return
     if only_on_0 or only_here or mismatched:
         logger.warning(
-            "The common values of rank %d differ from those of rank 0, which are saved. "
-            "Only on rank 0: %s; only on rank %d: %s; different: %s",
-            rank,
-            only_on_0,
-            rank,
-            only_here,
-            mismatched,
+            f"The common values of rank {rank} differ from those of rank 0, which are saved. "
+            f"Only on rank 0: {only_on_0}; only on rank {rank}: {only_here}; "
+            f"different: {mismatched}"
         )
 
 
@@ -258,18 +241,15 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
     config = maybe_load_config(checkpoint_dir)
     if config is None:
         is_local = "://" not in str(checkpoint_dir)
-        if is_local and not os.path.isdir(checkpoint_dir):
-            raise NotACheckpointError(
-                f"Checkpoint directory {checkpoint_dir} does not exist", url=str(checkpoint_dir)
-            )
         hint = instead(Location.of(checkpoint_dir)) or (
             f"it has no readable metadata.json"
             f"{'' if is_local else ', or not the zarr.json that commits it'}. "
             f"A save that did not finish leaves such a directory"
         )
-        raise NotACheckpointError(
-            f"{checkpoint_dir} is not a distributed checkpoint: {hint}", url=str(checkpoint_dir)
-        )
+        text = f"{checkpoint_dir} is not a distributed checkpoint: {hint}"
+        if is_local and not os.path.isdir(checkpoint_dir):
+            text = f"Checkpoint directory {checkpoint_dir} does not exist"
+        raise NotACheckpointError(text, url=str(checkpoint_dir))
     return config
 
 
@@ -325,32 +305,22 @@ def verify_checkpoint_and_load_strategy(
     config, url = config or verify_checkpoint(checkpoint_dir), str(checkpoint_dir)
     sharded = config.sharded_backend, config.sharded_backend_version
     common = config.common_backend, config.common_backend_version
-    return (
-        _reading_strategy(
-            LoadShardedStrategy, sharded_strategy, StrategyAction.LOAD_SHARDED, sharded, url
-        ),
-        _reading_strategy(
-            LoadCommonStrategy, common_strategy, StrategyAction.LOAD_COMMON, common, url
-        ),
-    )
-
-
-def _reading_strategy(
-    kind: type, given: object, action: StrategyAction, written_by: tuple[str, int], url: str
-) -> Any:
-    """Return the given or the default strategy; raise an error if it cannot read the checkpoint."""
-    given = written_by if given is None else given
-    try:
-        strategy = strategy_of(kind, given, action)
-    except CheckpointingException as error:
-        if not isinstance(given, tuple):
-            raise
-        raise FormatVersionError(
-            f"the checkpoint {url} cannot be loaded: {error}", url=url
-        ) from error
-    strategy.check_backend_compatibility(written_by[0])
-    strategy.check_version_compatibility(written_by[1])
-    return strategy
+    found: list[Any] = []
+    for kind, action, given, (backend, version) in (
+        (LoadShardedStrategy, StrategyAction.LOAD_SHARDED, sharded_strategy, sharded),
+        (LoadCommonStrategy, StrategyAction.LOAD_COMMON, common_strategy, common),
+    ):
+        given = (backend, version) if given is None else given
+        try:
+            found.append(strategy_of(kind, given, action))
+        except CheckpointingException as error:
+            if not isinstance(given, tuple):
+                raise
+            text = f"the checkpoint {url} cannot be loaded: {error}"
+            raise FormatVersionError(text, url=url) from error
+        found[-1].check_backend_compatibility(backend)
+        found[-1].check_version_compatibility(version)
+    return found[0], found[1]
 
 
 def strategy_of(kind: type, given: object, action: StrategyAction) -> Any:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from zarr.core.dtype.common import DTypeJSON
     from zarr.core.dtype.wrapper import TBaseDType
 
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SPECIAL = ("NaN", "Infinity", "-Infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,6 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     """Base of these data types. A subclass sets the scalar type."""
 
     _scalar: ClassVar[type[np.generic]]
-    _nan_bits: ClassVar[int]
     _has_infinity: ClassVar[bool]
     # Whether every reader converts a fill value given as a number to the same bits.
     _numbers_agree: ClassVar[bool] = True
@@ -61,8 +60,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     def __init_subclass__(cls) -> None:
         cls.dtype_cls = type(np.dtype(cls._scalar))
         cls._zarr_v3_name = cls._scalar.__name__
-        nan, infinity = np.array([math.nan, math.inf]).astype(cls._scalar)
-        cls._nan_bits, cls._has_infinity = cls._bits(nan), math.isinf(float(infinity))
+        cls._has_infinity = math.isinf(np.dtype(cls._scalar).type(math.inf))
 
     @property
     def item_size(self) -> int:
@@ -78,33 +76,28 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         """
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"{dtype!r} is not the numpy type {cls._zarr_v3_name}")
-        return cls._from_byte_order(dtype.byteorder)
-
-    @classmethod
-    def _from_byte_order(cls, order: str) -> Self:
-        return cls()
+        if not issubclass(cls, HasEndianness):
+            return cls()
+        return cls(endianness={"<": "little", ">": "big"}.get(dtype.byteorder, sys.byteorder))
 
     def to_native_dtype(self) -> np.dtype[Any]:
-        """Return the NumPy data type of ``ml_dtypes``."""
-        return np.dtype(self._scalar)
-
-    @classmethod
-    def _from_json_v2(cls, data: DTypeJSON) -> Self:
-        return cls._named(data, isinstance(data, Mapping) and data.get("name"), 2)
+        """Return the NumPy data type of ``ml_dtypes``, in this byte order."""
+        native: np.dtype[Any] = np.dtype(self._scalar)
+        # newbyteorder() would make another object than the dtype of ml_dtypes.
+        is_native = getattr(self, "endianness", sys.byteorder) == sys.byteorder
+        return native if is_native else native.newbyteorder()
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
         # Specification, "Extension points": a string stands for an object with only this name.
-        if isinstance(data, Mapping):
-            return cls._named(data, not data.get("configuration") and data.get("name"), 3)
-        return cls._named(data, data, 3)
+        name: object = data
+        if isinstance(data, Mapping) and not data.get("configuration"):
+            name = data.get("name")
+        if name != cls._zarr_v3_name:
+            raise DataTypeValidationError(f"{data!r} is not the data type {cls._zarr_v3_name}")
+        return cls()
 
-    @classmethod
-    def _named(cls, data: object, name: object, zarr_format: int) -> Self:
-        if name == cls._zarr_v3_name:
-            return cls()
-        kind = f"the Zarr v{zarr_format} data type {cls._zarr_v3_name}"
-        raise DataTypeValidationError(f"{data!r} is not {kind}")
+    _from_json_v2 = _from_json_v3
 
     def to_json(self, zarr_format: ZarrFormat) -> Any:
         """Return the registered name for array metadata.
@@ -136,16 +129,21 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         """
         if isinstance(data, np.ndarray) and data.ndim == 0:
             data = data[()]
+        if isinstance(data, str):
+            data = self._from_text(data)
         if type(data) is self._scalar:
             return data
-        if isinstance(data, str):
-            return self._from_text(data)
-        if self._check_scalar(data):
-            return self._from_number(float(data))
-        raise TypeError(
-            f"{data!r} of type {type(data).__name__} cannot be a {self._zarr_v3_name} value: "
-            'give a number, "NaN", or the bits as a string like "0x7f"'
-        )
+        if not self._check_scalar(data):
+            raise TypeError(
+                f"{data!r} of type {type(data).__name__} cannot be a {self._zarr_v3_name} value: "
+                'give a number, "NaN", or the bits as a string like "0x7f"'
+            )
+        number = float(data)
+        if number == 0 and math.copysign(1, number) > 0:
+            return self._from_bits(0)
+        number = math.nan if math.isnan(number) else number  # one NaN, whatever its sign
+        scalar: np.generic = np.dtype(self._scalar).type(number)
+        return scalar
 
     def default_scalar(self) -> np.generic:
         """Return the value whose bits are all zero. It is 0, unless the type has no zero."""
@@ -159,13 +157,8 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             TypeError: the value is neither a number nor a string.
             ValueError: it is another string, or an infinity and the type has no infinities.
         """
-        if zarr_format == 2 and isinstance(data, str) and data not in _SPECIAL:
-            # TensorStore would read "0x7f" as the number 127 here, so raise an error.
-            raise ValueError(
-                f"fill value {data!r} of a Zarr v2 array of {self._zarr_v3_name}: "
-                'expected a number, "NaN", "Infinity" or "-Infinity"'
-            )
-        return self.cast_scalar(data)
+        value = self._from_text(data, zarr_format) if isinstance(data, str) else data
+        return self.cast_scalar(value)
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> float | str:
         """Return the form of a fill value in array metadata. It keeps every bit of the value.
@@ -176,10 +169,9 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
                 Zarr v2, which cannot express it.
         """
         scalar = self.cast_scalar(data)
-        bits = self._bits(scalar)
-        if bits == self._nan_bits:
+        bits, number = self._bits(scalar), float(scalar)
+        if bits == self._bits(self.cast_scalar(math.nan)):
             return "NaN"
-        number = float(scalar)
         as_text = f"0x{bits:0{2 * self.item_size}x}"
         if zarr_format == 3 and (math.isnan(number) or not self._numbers_agree):
             return as_text
@@ -192,37 +184,25 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             return "Infinity" if number > 0 else "-Infinity"
         return 0.0 if bits == 0 else number
 
-    @classmethod
-    def _from_bits(cls, bits: int) -> np.generic:
-        data = bits.to_bytes(np.dtype(cls._scalar).itemsize, sys.byteorder)
-        scalar: np.generic = np.frombuffer(data, cls._scalar)[0]
+    def _from_bits(self, bits: int) -> np.generic:
+        scalar: np.generic = np.array([bits], f"u{self.item_size}").view(self._scalar)[0]
         return scalar
 
-    @classmethod
-    def _bits(cls, scalar: np.generic) -> int:
-        return int.from_bytes(np.array(scalar, cls._scalar).tobytes(), sys.byteorder)
+    def _bits(self, scalar: np.generic) -> int:
+        return int(np.array([scalar], self._scalar).view(f"u{self.item_size}")[0])
 
-    @classmethod
-    def _from_text(cls, text: str) -> np.generic:
-        digits = 2 * np.dtype(cls._scalar).itemsize
-        if text == "NaN" or (text in _SPECIAL and cls._has_infinity):
-            return cls._from_number(_SPECIAL[text])
-        if re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
-            return cls._from_bits(int(text, 16))
-        infinities = ', "Infinity", "-Infinity"' if cls._has_infinity else " (no infinities)"
+    def _from_text(self, text: str, zarr_format: ZarrFormat = 3) -> float | np.generic:
+        digits = 2 * self.item_size
+        if text == "NaN" or (text in _SPECIAL and self._has_infinity):
+            return float(text)
+        # TensorStore reads "0x7f" in Zarr v2 as the number 127.
+        if zarr_format == 3 and re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
+            return self._from_bits(int(text, 16))
+        infinities = ', "Infinity", "-Infinity"' if self._has_infinity else " (no infinities)"
         raise ValueError(
-            f'{text!r} is not a {cls._zarr_v3_name} value: expected a number, "NaN"{infinities}, '
-            f'or {digits} hexadecimal digits after "0x"'
+            f'{text!r} is not a {self._zarr_v3_name} value: expected a number, "NaN"{infinities}, '
+            f'or {digits} hexadecimal digits after "0x" (not in Zarr v2)'
         )
-
-    @classmethod
-    def _from_number(cls, number: float) -> np.generic:
-        if number == 0 and math.copysign(1, number) > 0:
-            return cls._from_bits(0)
-        if math.isnan(number):
-            return cls._from_bits(cls._nan_bits)
-        scalar: np.generic = np.dtype(cls._scalar).type(number)
-        return scalar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,17 +210,6 @@ class BFloat16(_MLFloat, HasEndianness):
     """``bfloat16``: 1 sign, 8 exponent, 7 mantissa bits. The other types here are single bytes."""
 
     _scalar = ml_dtypes.bfloat16
-
-    @classmethod
-    def _from_byte_order(cls, order: str) -> Self:
-        native = np.dtype("=u2").newbyteorder(order)  # type: ignore[arg-type]
-        return cls(endianness="little" if native == np.dtype("<u2") else "big")
-
-    def to_native_dtype(self) -> np.dtype[Any]:
-        """Return the NumPy data type, in this byte order."""
-        native: np.dtype[Any] = np.dtype(self._scalar)
-        # newbyteorder() would make another object than the dtype of ml_dtypes.
-        return native if self.endianness == sys.byteorder else native.newbyteorder()
 
 
 class Float8E4M3FN(_MLFloat):

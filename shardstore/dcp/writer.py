@@ -34,16 +34,10 @@ from shardstore.errors import (
     CheckpointingException,
     KeyNameError,
 )
-from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.mapping import ShardedObject, ShardedTensor, local_box
 from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.sources import CutChunk, fetched
-from shardstore.sharded.layouts import (
-    Layouts,
-    as_flat_range,
-    local_box,
-    local_layouts,
-    merge_layouts,
-)
+from shardstore.sharded.layouts import Layouts, as_flat_range, local_layouts, merge_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, Files, publish, write_chunks

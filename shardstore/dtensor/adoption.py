@@ -18,13 +18,13 @@ that several ranks hold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardstore.dict_utils import empty_like
+from shardstore.dict_utils import Path, empty_like, leaves
 from shardstore.distributed.groups import group_rank, group_size
 from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
@@ -33,8 +33,6 @@ from shardstore.state_dict_utils import check_state
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-Path = tuple[str | int, ...]
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
@@ -81,14 +79,14 @@ def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[
 
 def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
     """Return the keys that the plain tensors of a state dict have if it also holds DTensors."""
-    return frozenset(_key(path) for path, value in _leaves(state_dict) if _is_plain(value))
+    return frozenset(_key(path) for path, value in leaves(state_dict) if _is_plain(value))
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:
     """Return whether :func:`adopt_for_load` needs the stored keys."""
     if _dtensors(state_dict):
         return True
-    values = [value for _, value in _leaves(state_dict)]
+    values = [value for _, value in leaves(state_dict)]
     return any(map(_is_plain, values)) and not any(isinstance(v, ShardedBase) for v in values)
 
 
@@ -116,15 +114,6 @@ class Adopted:
         return loaded
 
 
-def _leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every value of nested dicts, lists and tuples, with its path."""
-    for name, value in state.items() if isinstance(state, dict) else enumerate(state):
-        if isinstance(value, dict | list | tuple):
-            yield from _leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
-
-
 def _key(path: Path) -> str:
     return ".".join(map(str, path))
 
@@ -141,17 +130,16 @@ def _dtensor_type() -> Any:
 
 def _dtensors(state: Any) -> list[DTensor]:
     kind = _dtensor_type()
-    return [value for _, value in _leaves(state) if isinstance(value, kind)] if kind else []
+    return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
 
 
 def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopted:
     kind = _dtensor_type()
     rank, world_size = group_rank(None), group_size(None)
-    # The lowest rank of the meshes has the main copy; without meshes, the lowest of all ranks.
     meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
-    ranks = sorted({int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()})
+    ranks = {int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()}
+    # Rank 0 has the main copy of a plain tensor, unless the meshes do not contain all ranks.
     outside = bool(ranks) and len(ranks) < world_size
-    replica = ranks.index(rank) if rank in ranks else rank
     seen: dict[str, Path] = {}
     adopted = Adopted({})
 
@@ -165,7 +153,19 @@ def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopte
             )
         return key
 
-    def leaf(value: Any, path: Path) -> Any:
+    def walk(value: Any, path: Path) -> Any:
+        if isinstance(value, dict):
+            walked = empty_like(value)
+            for name, item in value.items():
+                walked[name] = walk(item, (*path, name))
+            return walked
+        if isinstance(value, list):
+            items = [walk(item, (*path, i)) for i, item in enumerate(value)]
+            sharded = [isinstance(item, ShardedBase) for _, item in leaves(items)]
+            if all(isinstance(item, ShardedBase) for item in items) or not any(sharded):
+                return items
+            adopted.lists[path] = len(items)
+            return dict(enumerate(items))
         if isinstance(value, tuple) and _dtensors(value):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
@@ -175,28 +175,10 @@ def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopte
         if isinstance(value, kind):
             return sharded_from_dtensor(key_of(path), value, loading)
         if _is_plain(value) and plain(_key(path)):
-            return _of_plain(key_of(path), value, 0 if outside else replica, outside)
+            shard_type = ClaimedTensor if outside else ShardedTensor
+            replica_id = 0 if outside else rank
+            return shard_type.from_rank_offsets(key_of(path), value, replica_id=replica_id)
         return value
-
-    def walk(value: Any, path: Path) -> Any:
-        if isinstance(value, dict):
-            walked = empty_like(value)
-            for name, item in value.items():
-                walked[name] = walk(item, (*path, name))
-            return walked
-        if not isinstance(value, list):
-            return leaf(value, path)
-        items = [walk(item, (*path, i)) for i, item in enumerate(value)]
-        sharded = [isinstance(item, ShardedBase) for item in items]
-        if all(sharded) or not any(isinstance(v, ShardedBase) for _, v in _leaves(items)):
-            return items
-        adopted.lists[path] = len(items)
-        return dict(enumerate(items))
 
     adopted.state = walk(state, ())
     return adopted
-
-
-def _of_plain(key: str, tensor: torch.Tensor, replica: int, claimed: bool) -> ShardedTensor:
-    kind = ClaimedTensor if claimed else ShardedTensor
-    return kind.from_rank_offsets(key, tensor, replica_id=replica)

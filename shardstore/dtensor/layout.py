@@ -176,18 +176,17 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     if local.is_meta and loading:
         local = torch.empty_like(local, device=mesh.device_type)
         # With the same specification: torch.empty_like(tensor) loses the order of the shards.
-        made = cast(Any, type(tensor))(local, _spec_of(tensor), requires_grad=False)
+        made = cast(Any, type(tensor))(local, cast(Any, tensor)._spec, requires_grad=False)
     replica_id: ReplicaId = tuple(replica) or 0
     if is_empty:
         # No rank holds an element, and one rank creates the array.
         runs, cuts, replica_id = [((0, n),) for n in shape], [[] for _ in shape], tuple(coordinate)
+        local = local.new_empty(shape)
     kind = ShardedTensor if mesh.size() == group_size(None) else ClaimedTensor
 
     def build(*_: object) -> ShardedStateDict:
-        data = local.new_empty(shape) if is_empty else local
-        shards = _shards(kind, key, data, shape, list(map(tuple, cuts)), runs, not loading)
-        for shard in shards:
-            shard.replica_id = replica_id
+        axes = list(map(tuple, cuts))
+        shards = _shards(kind, key, local, shape, axes, runs, not loading, replica_id)
         return {str(i): shard for i, shard in enumerate(shards)}
 
     return ShardedTensorFactory(key, local, build, lambda _: made)
@@ -201,6 +200,7 @@ def _shards(
     cuts: Sequence[tuple[AxisCut, ...]],
     runs: Sequence[Runs],
     may_be_flat: bool,
+    replica_id: ReplicaId = 0,
 ) -> list[ShardedTensor]:
     """Return this rank's sharded tensors, which share the local tensor's memory: a box for each
     combination of its runs, or flattened ranges."""
@@ -211,7 +211,7 @@ def _shards(
     for box in itertools.product(*map(_with_position, runs)):
         start, size = tuple(run[0] for run in box), tuple(run[1] for run in box)
         data = local[tuple(slice(position, position + n) for _, n, position in box)]
-        shard = kind(key, data, data.dtype, size, shape, start, regular)
+        shard = kind(key, data, data.dtype, size, shape, start, regular, replica_id)
         found.append(as_flat_range(shard) if flat else shard)
     return found
 
@@ -220,10 +220,6 @@ def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
     """Return the runs, each with its start position in the local tensor."""
     positions = itertools.accumulate((n for _, n in runs), initial=0)
     return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
-
-
-def _spec_of(tensor: DTensor) -> Any:
-    return cast(Any, tensor)._spec
 
 
 def _order(tensor: DTensor) -> list[int]:
@@ -236,7 +232,7 @@ def _order(tensor: DTensor) -> list[int]:
     order = list(range(tensor.device_mesh.ndim))
     if any(hasattr(placement, "split_factor") for placement in tensor.placements):
         return order
-    for entry in getattr(_spec_of(tensor), "shard_order", None) or ():
+    for entry in getattr(cast(Any, tensor)._spec, "shard_order", None) or ():
         for place, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
             order[place] = dim
     return order
@@ -256,26 +252,23 @@ def _claimed(state: ShardedStateDict) -> list[ClaimedTensor]:
 
 def claims(state: ShardedStateDict) -> bytes:
     """Return a report of the main replicas on this rank that ranks outside their meshes may also
-    hold; empty if there are none."""
+    hold."""
     held = [_sharded_tensor_shard_id(tensor) for tensor in _claimed(state)]
-    return pickle.dumps(held) if held else b""
+    return pickle.dumps(held)
 
 
 def decide_claims(reports: Sequence[bytes]) -> bytes:
     """Return the lowest rank that holds each shard, from all ranks' :func:`claims`."""
     owners: dict[_ShardId, int] = {}
     for rank, report in enumerate(reports):
-        for identity in pickle.loads(report) if report else ():
+        for identity in pickle.loads(report):
             owners.setdefault(identity, rank)
-    return pickle.dumps(owners) if owners else b""
+    return pickle.dumps(owners)
 
 
 def apply_claims(state: ShardedStateDict, decided: bytes) -> None:
     """Give the shards that another rank writes a replica id other than 0, in place."""
-    if not decided:
-        return
-    owners = pickle.loads(decided)
-    rank = group_rank(None)
+    owners, rank = pickle.loads(decided), group_rank(None)
     for tensor in _claimed(state):
         if owners.get(_sharded_tensor_shard_id(tensor), rank) != rank:
             tensor.replica_id = rank + 1

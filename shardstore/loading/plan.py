@@ -27,8 +27,7 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.loading.host import HostRead
-from shardstore.mapping import ShardedStateDict, ShardedTensor
-from shardstore.sharded.layouts import data_shape, flat_bounds, local_box
+from shardstore.mapping import ShardedStateDict, ShardedTensor, data_shape, flat_bounds, local_box
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes

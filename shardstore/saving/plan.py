@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
-from shardstore.mapping import ShardedTensor, is_main_replica
+from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
-from shardstore.sharded.layouts import FlatRange, Layouts, flat_bounds, is_first, local_box
+from shardstore.sharded.coverage import FlatRange
+from shardstore.sharded.layouts import Layouts, is_first
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from shardstore.coverage.access_pattern import check_object
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.layout import claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
@@ -31,6 +30,7 @@ from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
 from shardstore.saving.staging import Staging
+from shardstore.sharded.coverage import check_object
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt

@@ -10,20 +10,17 @@ import math
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-from shardstore.coverage.access_pattern import check_flat_ranges
 from shardstore.errors import AccessPatternError
-from shardstore.mapping import ShardedTensor, is_main_replica
+from shardstore.mapping import (
+    ShardedTensor,
+    data_shape,
+    flat_bounds,
+    is_main_replica,
+    local_box,
+)
+from shardstore.sharded.coverage import FlatRange, check_flat_ranges
 from shardstore.storage.format.grid import Box, cut_gcd
-
-
-class FlatRange(NamedTuple):
-    """Elements ``start:stop`` of a flattened shard, held by a rank."""
-
-    start: int
-    stop: int
-    rank: int
 
 
 @dataclass
@@ -37,24 +34,6 @@ class Layouts:
 
     edges: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ranges: dict[str, dict[Box, list[FlatRange]]] = field(default_factory=dict)
-
-
-def local_box(tensor: ShardedTensor) -> Box:
-    """Return the box of the whole, unflattened local tensor in the global tensor."""
-    return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
-
-
-def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
-    """Return start and stop of the flattened range in the flattened local tensor."""
-    return tensor._flat_bounds()
-
-
-def data_shape(tensor: ShardedTensor) -> tuple[int, ...]:
-    """Return the shape of a shard's local data; 1-D for a flattened range."""
-    if tensor.flattened_range is None:
-        return tensor.local_shape
-    start, stop = flat_bounds(tensor)
-    return (stop - start,)
 
 
 def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
@@ -74,10 +53,7 @@ def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
 def is_empty_range(tensor: ShardedTensor) -> bool:
     """Return whether a tensor is a flattened range without elements. Such a range is neither saved
     nor loaded."""
-    if tensor.flattened_range is None:
-        return False
-    start, stop = flat_bounds(tensor)
-    return start == stop
+    return tensor.flattened_range is not None and data_shape(tensor) == (0,)
 
 
 def is_alone(tensor: ShardedTensor) -> bool:
@@ -93,7 +69,7 @@ def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
 
 
 def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
-    """Return this rank's part of :class:`Layouts` as a message; empty if there is none."""
+    """Return this rank's part of :class:`Layouts` as a message."""
     entries = []
     for tensor in tensors:
         if is_main_replica(tensor.replica_id) and not is_alone(tensor):
@@ -103,7 +79,7 @@ def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
             entries.append(
                 (tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank)
             )
-    return pickle.dumps(entries) if entries else b""
+    return pickle.dumps(entries)
 
 
 def merge_layouts(reports: Sequence[bytes]) -> Layouts:
@@ -116,16 +92,13 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
     layouts = Layouts()
     shards: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
     for report in reports:
-        for key, global_shape, irregular, box, bounds, rank in (
-            pickle.loads(report) if report else ()
-        ):
+        for key, global_shape, irregular, box, bounds, rank in pickle.loads(report):
             if irregular:
                 shape, boxes = shards.setdefault(key, (global_shape, []))
                 if shape != global_shape:
                     raise AccessPatternError(
                         f"Invalid access pattern: rank {rank} gives key {key!r} the global shape "
-                        f"{global_shape}, "
-                        f"another rank {shape}",
+                        f"{global_shape}, another rank {shape}",
                         key=key,
                         rank=rank,
                     )
@@ -138,9 +111,7 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
     for key, by_shard in layouts.ranges.items():
         for box, ranges in by_shard.items():
             by_shard[box] = sorted(r for r in ranges if r.stop > r.start)
-            where = f"offset {box.offset}, shape {box.shape}"
-            held = [(r.rank, r.start, r.stop) for r in by_shard[box]]
-            check_flat_ranges(key, where, held, box.size)
+            check_flat_ranges(key, box, by_shard[box])
     return layouts
 
 

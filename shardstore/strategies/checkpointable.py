@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardstore.errors import CheckpointingException
-from shardstore.mapping import ShardedTensor
-from shardstore.sharded.layouts import local_box
+from shardstore.mapping import ShardedTensor, local_box
 
 
 class CheckpointableShardedTensor(torch.Tensor):

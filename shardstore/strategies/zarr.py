@@ -29,20 +29,20 @@ from shardstore.errors import (
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, context_of, read_documents
 from shardstore.loading.plan import held_regions, plan_reads, whole_tensor, whole_tensors
-from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
+from shardstore.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    flat_bounds,
+    is_main_replica,
+    local_box,
+)
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.session import Created, Part, SaveSession, session_of
 from shardstore.saving.sources import CutChunk, WritePlan, fetched
-from shardstore.sharded.layouts import (
-    FlatRange,
-    Layouts,
-    flat_bounds,
-    is_first,
-    local_box,
-    local_layouts,
-    merge_layouts,
-)
+from shardstore.sharded.coverage import FlatRange
+from shardstore.sharded.layouts import Layouts, is_first, local_layouts, merge_layouts
 from shardstore.storage.checkpoint import (
     StoredCheckpoint,
     create_array,

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardstore.errors import as_damage
-from shardstore.sharded.base import StateDict
+from shardstore.mapping import StateDict
 from shardstore.values import plain as plain_values
 
 BACKEND, VERSION = "json", 1

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardstore.coverage import access_pattern
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.sharded import coverage
 
 
 def shard(
@@ -21,12 +21,12 @@ def shard(
 
 def outcome(ranks: list[list[ShardedTensor | ShardedObject]]) -> str:
     """What the check says, of the reports of all ranks, joined or not."""
-    reports = [access_pattern.report_shards(r) for r in ranks]
-    joined = [reports[0], access_pattern.join_reports(reports[1:])]
+    reports = [coverage.report_shards(r) for r in ranks]
+    joined = [reports[0], coverage.join_reports(reports[1:])]
     said = []
-    for told in (reports, joined, [access_pattern.join_reports(joined)]):
+    for told in (reports, joined, [coverage.join_reports(joined)]):
         try:
-            access_pattern.check_reports(told)
+            coverage.check_reports(told)
             said.append("")
         except CheckpointingException as error:
             said.append(f"{type(error).__name__}: {error}")
@@ -36,8 +36,8 @@ def outcome(ranks: list[list[ShardedTensor | ShardedObject]]) -> str:
 
 def test_tensors_that_are_cut_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    check = access_pattern._check_tensor
-    monkeypatch.setattr(access_pattern, "_check_tensor", lambda m: (looked.append(m), check(m)))
+    check = coverage._check_tensor
+    monkeypatch.setattr(coverage, "_check_tensor", lambda m: (looked.append(m), check(m)))
 
     def row(key: str, rank: int, width: int) -> ShardedTensor:
         return replace(shard((2 * rank, 0), (2, width), (8, width)), key=key)
@@ -70,16 +70,16 @@ def test_what_comes_back_is_what_was_described() -> None:
         "k", torch.ones(3), (2, 4), (0, 1, 2), flattened_range=slice(1, 4), replica_id=(0, 1)
     )
     thing = ShardedObject("o", 5, (2,), (1,), 1)
-    found = access_pattern.shards_of_report(access_pattern.report_shards([tensor, 7, thing]))
+    found = coverage.shards_of_report(coverage.report_shards([tensor, 7, thing]))
     assert found == [[tensor.without_data(), thing.without_data()]]
 
 
 def test_joined_reports_grow_with_the_cuts_alone() -> None:
     def of_rank(rank: int) -> bytes:
-        return access_pattern.report_shards(
+        return coverage.report_shards(
             replace(shard((rank, 0), (1, 4), (64, 4)), key=f"model.layers.{i}.weight")
             for i in range(1000)
         )
 
     reports = [of_rank(rank) for rank in range(64)]
-    assert len(access_pattern.join_reports(reports)) < 2 * len(reports[0])
+    assert len(coverage.join_reports(reports)) < 2 * len(reports[0])

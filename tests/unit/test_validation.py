@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from shardstore import validation
 from shardstore.core import CheckpointingConfig, save_config
-from shardstore.coverage import tiling
 from shardstore.errors import (
     AccessPatternError,
     CheckpointingException,
@@ -26,6 +25,7 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.sharded import coverage
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -95,11 +95,7 @@ def _check_against_counting(shape: list[int], boxes: list[tuple[list[int], list[
     ]
     for region in regions:
         count[region] += 1
-    fault = tiling.find_tiling_fault(
-        np.array([o for o, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape)),
-        np.array([n for _, n in boxes], dtype=np.int64).reshape(len(boxes), len(shape)),
-        shape,
-    )
+    fault = coverage.find_tiling_fault(boxes, shape)
     assert (fault is None) == bool((count == 1).all())
     if fault is None:
         return
@@ -122,7 +118,7 @@ def test_tiling_agrees_with_counting(case: tuple[Any, Any]) -> None:
 @given(_boxes())
 def test_tiling_agrees_with_counting_when_regions_are_cut(case: tuple[Any, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "_MAX_CELLS", 2)
+        patch.setattr(coverage, "_MAX_CELLS", 2)
         _check_against_counting(*case)
 
 
@@ -133,10 +129,11 @@ def test_tiling_is_near_linear() -> None:
     top = np.arange(rows) * 2
     offsets = np.stack([np.tile(top, 2), np.concatenate([np.zeros_like(cut), cut])], axis=1)
     shapes = np.stack([np.full(2 * rows, 2), np.concatenate([cut, height - cut])], axis=1)
+    boxes = list(zip(offsets.tolist(), shapes.tolist(), strict=True))
     started = time.process_time()
-    assert tiling.find_tiling_fault(offsets, shapes, (2 * rows, height)) is None
-    offsets[41_234, 0] += 1
-    assert tiling.find_tiling_fault(offsets, shapes, (2 * rows, height)) is not None
+    assert coverage.find_tiling_fault(boxes, (2 * rows, height)) is None
+    boxes[41_234][0][0] += 1
+    assert coverage.find_tiling_fault(boxes, (2 * rows, height)) is not None
     # Far above what it takes (a tenth of a second) and far below what quadratic work would.
     assert time.process_time() - started < 20
 
@@ -144,22 +141,18 @@ def test_tiling_is_near_linear() -> None:
 def test_staircase_with_a_huge_fragment_grid() -> None:
     """Disjoint diagonal boxes and what fills the rest: cells are the square of the boxes."""
     n = 1500
-    boxes = []
+    boxes: list[tuple[tuple[int, int], tuple[int, int]]] = []
     for i in range(n):
         if i:
             boxes.append(((i, 0), (1, i)))
         boxes.append(((i, i), (1, 1)))
         if i < n - 1:
             boxes.append(((i, i + 1), (1, n - i - 1)))
-    offsets = np.array([o for o, _ in boxes])
-    shapes = np.array([s for _, s in boxes])
-    assert tiling.find_tiling_fault(offsets, shapes, (n, n)) is None
-    fault = tiling.find_tiling_fault(
-        np.delete(offsets, 1000, 0), np.delete(shapes, 1000, 0), (n, n)
-    )
+    assert coverage.find_tiling_fault(boxes, (n, n)) is None
+    fault = coverage.find_tiling_fault(boxes[:1000] + boxes[1001:], (n, n))
     assert fault is not None
     assert fault.shards == ()
-    low, high = offsets[1000], offsets[1000] + shapes[1000]
+    low, high = np.cumsum(boxes[1000], axis=0)
     at = np.array(fault.offset)
     assert (at >= low).all()
     assert (at < high).all()

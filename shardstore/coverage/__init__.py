@@ -1,1 +1,0 @@
-"""Checks that every element of every tensor is held exactly once."""
