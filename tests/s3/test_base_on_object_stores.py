@@ -16,13 +16,15 @@ import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.base import COPY_THREADS, Adopter
+from shardstore.storage.commit.base import COPY_THREADS, BaseChunks, ReusingMover, read_base
 from shardstore.storage.commit.checkpoints import delete_checkpoint
-from shardstore.storage.format.manifest import ChunkRecord
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.format.manifest import ChunkRecord, RankManifest
+from shardstore.storage.movers.chunks import ChunkWrite, mover_for
 from shardstore.storage.movers.counters import counters
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.s3_proxy import Fault, FaultProxy
@@ -211,16 +213,20 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     """It asks for the claims before it copies, and is told who took its target over."""
     tensors = random_state()
     save(tensors, place("a"))
-    base = Location.of(place("a")[0], **place("a")[1])
+    there = Location.of(place("a")[0], **place("a")[1])
     target = Location.of(place("b")[0], **place("b")[1])
     late = object_commit.begin(target)
-    chunk = base.read("w0/c.0.0")
-    copies = Adopter(base, late, [])
-    assert copies.take("w0/c.1.0", len(chunk), None)
+    array, options = StoredCheckpoint(there).arrays["w0"], SaveOptions()
+    mover, chunks = mover_for(target, options, late), BaseChunks(there, read_base(there))
+    copies = ReusingMover(mover, chunks, late, RankManifest(0), options)
+    first, second = (
+        ChunkWrite(array, (row, 0), tensors["w0"][row : row + 1].numpy()) for row in (0, 1)
+    )
+    assert copies._taken_over(second)
     newer = object_commit.begin(target)
     newer.put_all([("w0/c.0.0", b"what the newer one wrote")])
     with pytest.raises(StorageError, match="newer attempt"):
-        copies.take("w0/c.0.0", len(chunk), None)
+        copies._taken_over(first)
     assert target.read("w0/c.0.0") == b"what the newer one wrote"
     newer.abandon()
 
@@ -252,7 +258,7 @@ def test_nothing_is_hashed_after_a_failed_request(monkeypatch: pytest.MonkeyPatc
         raise StorageError("the store is gone")
 
     monkeypatch.setattr(base.ReusingMover, "_taken_over", counted)
-    monkeypatch.setattr(Adopter, "take", refuse)
+    monkeypatch.setattr(base.ReusingMover, "take", refuse)
     with pytest.raises(StorageError, match="the store is gone"):
         save(tensors, second, base=first[0])
     assert len(hashed) <= 2 * COPY_THREADS
