@@ -65,7 +65,7 @@ def check(tensors: dict[str, torch.Tensor], at: tuple[str, Any]) -> None:
 
 
 def record_of(at: tuple[str, Any]) -> dict[str, Any]:
-    root = json.loads(Location.of(at[0], **at[1]).read("zarr.json"))
+    root = json.loads(Location.of(at[0], at[1]).read("zarr.json"))
     record: dict[str, Any] = root["attributes"]["shardstore"]["commit"]
     return record
 
@@ -101,14 +101,14 @@ def test_only_what_changed_is_sent(place: Place, how: str) -> None:
     record = record_of(place("b"))
     assert record["reused_bytes"] == second["bytes_reused"]
     assert record["stored_bytes"] == record["reused_bytes"] + second["bytes_written"]
-    delete_checkpoint(Location.of(place("a")[0], **place("a")[1]))
+    delete_checkpoint(Location.of(place("a")[0], place("a")[1]))
     check(tensors, place("b"))
 
 
 def test_a_flipped_bit_is_found_where_it_is_asked_for(place: Place) -> None:
     tensors = random_state()
     save(tensors, place("a"))
-    base = Location.of(place("a")[0], **place("a")[1])
+    base = Location.of(place("a")[0], place("a")[1])
     data = bytearray(base.read("w1/c.3.0"))
     data[100] ^= 1
     base.replace("w1/c.3.0", bytes(data))
@@ -132,7 +132,7 @@ def test_damaged_chunks_of_the_base_are_not_taken_over(
     """Truncated, longer, gone, or another chunk of the same size: one warning names three."""
     tensors = random_state()
     save(tensors, place("a"))
-    base = Location.of(place("a")[0], **place("a")[1])
+    base = Location.of(place("a")[0], place("a")[1])
     whole = base.read("w0/c.2.0")
     base.write("w0/c.2.0", whole[:100])
     base.write("w0/c.3.0", whole + b"more")
@@ -174,7 +174,7 @@ def test_a_base_is_found_by_options_of_its_own(
     there = (f"s3://{bucket}/a", own_s3_server.server.storage_options)
     save(tensors, there)
     here = (f"s3://{s3_server.new_bucket()}/b", s3_server.storage_options)
-    counted = save(tensors, here, base=Location.of(there[0], **there[1]))
+    counted = save(tensors, here, base=Location.of(there[0], there[1]))
     assert counted["chunks_written"] == len(tensors) * 20
     check(tensors, here)
 
@@ -213,8 +213,8 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     """It asks for the claims before it copies, and is told who took its target over."""
     tensors = random_state()
     save(tensors, place("a"))
-    there = Location.of(place("a")[0], **place("a")[1])
-    target = Location.of(place("b")[0], **place("b")[1])
+    there = Location.of(place("a")[0], place("a")[1])
+    target = Location.of(place("b")[0], place("b")[1])
     late = object_commit.begin(target)
     array, options = StoredCheckpoint(there).arrays["w0"], SaveOptions()
     mover, chunks = mover_for(target, options, late), BaseChunks(there, read_base(there))
@@ -235,7 +235,7 @@ def test_leftovers_of_a_dead_save_are_replaced(place: Place) -> None:
     """What lies at the target before this attempt has another content."""
     tensors = random_state()
     save(tensors, place("a"))
-    target = Location.of(place("b")[0], **place("b")[1])
+    target = Location.of(place("b")[0], place("b")[1])
     for number in range(20):
         target.write(f"w0/c.{number}.0", b"left over" * 100)
     save(tensors, place("b"), base=place("a")[0])

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.stores.location import Location
 
 
@@ -25,18 +25,13 @@ class SupersededError(StorageError):
     by = ""
 
 
-def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointExistsError:
+def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointingException:
     """Return the error for a target that holds a checkpoint, or got one during the save."""
-    what = (
-        "another checkpoint was committed there while this one was being written;"
-        if meanwhile
-        else "and holds a checkpoint;"
-    )
-    return CheckpointExistsError(
-        f"{place.url} already exists{':' if meanwhile else ''} {what} pass overwrite=True to "
-        "replace it, or save elsewhere",
-        url=place.url,
-    )
+    what = " and holds a checkpoint"
+    if meanwhile:
+        what = ": another checkpoint was committed there while this one was being written"
+    text = f" already exists{what}; pass overwrite=True to replace it, or save elsewhere"
+    return place.error(text, CheckpointExistsError)
 
 
 @dataclass(frozen=True)

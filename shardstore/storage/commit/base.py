@@ -56,10 +56,10 @@ def read_base(location: Location) -> dict[str, bytes]:
     found = {}
     for name in ("zarr.json", MANIFEST_NAME):
         if (text := location.read_range(name)) is None:
-            raise NotACheckpointError(
-                f"base={location.url} has no {name}: it is not a committed checkpoint of backend "
-                "('zarr', 2); leave base out",
-                url=location.url,
+            raise location.error(
+                f" has no {name}: it is not a committed checkpoint of backend ('zarr', 2); leave "
+                "base out",
+                NotACheckpointError,
             )
         found[name] = text
     BaseChunks(location, found)

@@ -206,21 +206,6 @@ def fsync(path: str) -> None:
         os.close(fd)
 
 
-def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a caller's storage options as a dict, empty for ``None``.
-
-    Raises:
-        ArgumentError: ``options`` is not a mapping.
-    """
-    if options is not None and not isinstance(options, Mapping):
-        raise ArgumentError(
-            # The text does not show the value, which may contain a secret.
-            f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
-            f"not of type {type(options).__name__}"
-        )
-    return dict(options or {})
-
-
 class StoreUrl(str):
     """A URL string that carries its storage options.
 
@@ -252,30 +237,29 @@ class Location:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, place: str | os.PathLike[str] | Location, **options: Any) -> Location:
-        """Return a location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
-        location; ``options`` are storage options of fsspec. A leading ``~`` is the home folder.
-
-        Raises:
-            ArgumentError: ``place`` is neither a path nor a supported URL.
-        """
-        if isinstance(place, Location):
-            return cls(place.url, {**place.options, **options}) if options else place
-        if isinstance(place, StoreUrl):
-            options = {**place.options, **options}
-        return cls(url_of(place), options)
-
-    @classmethod
-    def given(
-        cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None
+    def of(
+        cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None = None
     ) -> Location:
-        """Return :meth:`of` with a caller's storage options, which may be ``None``.
+        """Return a location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
+        location. A leading ``~`` is the home folder.
+
+        Args:
+            place: path, URL or location.
+            options: storage options of fsspec, in addition to those of ``place``.
 
         Raises:
             ArgumentError: ``place`` is neither a path nor a supported URL, or ``options`` is not a
                 mapping.
         """
-        return cls.of(place, **given_options(options))
+        if not isinstance(options, Mapping | None):
+            raise ArgumentError(
+                # The text does not show the value, which may contain a secret.
+                f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
+                f"not of type {type(options).__name__}"
+            )
+        own = place.options if isinstance(place, Location | StoreUrl) else {}
+        url = place.url if isinstance(place, Location) else url_of(place)
+        return cls(url, {**own, **(options or {})})
 
     @property
     def is_local(self) -> bool:
@@ -304,25 +288,16 @@ class Location:
 
         return remote_store(self.url, self.options)
 
-    def require_local(self, what: str) -> None:
-        """Raise :class:`StorageError` for an object store.
-
-        Args:
-            what: name of the operation that needs a local folder, for the error text.
-        """
-        if not self.is_local:
-            raise StorageError(
-                f"{what} takes local folders only, not {self.url}: copy it to a disk first",
-                url=self.url,
-            )
+    def error(
+        self, text: str, kind: type[CheckpointingException] = StorageError
+    ) -> CheckpointingException:
+        """Return an error about this location. Its message is the URL, followed by ``text``."""
+        return kind(f"{self.url}{text}", url=self.url)
 
     def require_no_file(self) -> None:
         """Raise :class:`StorageError` if the location is a file instead of a folder."""
         if self.is_local and os.path.isfile(self.url):
-            raise StorageError(
-                f"{self.url} is a file; give the folder below which checkpoints are saved",
-                url=self.url,
-            )
+            raise self.error(" is a file; give the folder below which checkpoints are saved")
 
     @property
     def path(self) -> Path:
