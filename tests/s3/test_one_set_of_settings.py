@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -185,7 +186,8 @@ def test_a_silent_server_is_given_up_and_the_next_request_works(
     context: here it is the only one."""
     monkeypatch.setattr(remote, "DEADLINE_S", 1.0)
     monkeypatch.setattr(tensorstore, "REQUESTS", 1)
-    monkeypatch.setattr(tensorstore, "_context", None)
+    fresh = cache(tensorstore.shared_context.__wrapped__)
+    monkeypatch.setattr(tensorstore, "shared_context", fresh)
     with FaultProxy(s3_server.endpoint_url) as proxy:
         server = s3_server.at(proxy.endpoint_url)
         place = Location.of(f"s3://{server.new_bucket()}/run", server.storage_options)

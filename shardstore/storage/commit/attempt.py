@@ -16,13 +16,7 @@ from shardstore.storage.stores.location import Location
 
 
 class SupersededError(StorageError):
-    """A newer attempt owns the target.
-
-    Attributes:
-        by: a text that names the newer attempt.
-    """
-
-    by = ""
+    """A newer attempt owns the target."""
 
 
 def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointingException:
@@ -49,9 +43,9 @@ class Attempt(ABC):
     overwrite: bool = False
 
     @property
-    @abstractmethod
     def location(self) -> Location:
         """The folder or prefix that this attempt is written to."""
+        return self.target
 
     def check(self) -> None:  # noqa: B027 (no other attempt writes to this attempt's folder)
         """Raise :class:`SupersededError` if a newer attempt took the target over."""

@@ -66,7 +66,7 @@ def read_base(location: Location) -> dict[str, bytes]:
     return found
 
 
-class BaseChunks:
+class BaseChunks(StoredCheckpoint):
     """The chunks of a base.
 
     Args:
@@ -78,19 +78,18 @@ class BaseChunks:
     """
 
     def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
-        self.location, self._texts = location, texts
+        super().__init__(location, documents=texts)
+        self.arrays, self.manifest  # noqa: B018 (read now, not by each of the threads)
         self.damaged: list[str] = []
-        stored = StoredCheckpoint(location, documents=texts)
-        self._arrays, self._manifest = stored.arrays, stored.manifest
 
     def knows(self, array: ArrayMeta) -> bool:
         """Return whether the base has the same array: grid, data type and codecs."""
-        theirs = self._arrays.get(array.key)
+        theirs = self.arrays.get(array.key)
         return theirs is not None and replace(theirs, shard_shape=array.shard_shape) == array
 
     def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
         """Return the base's record of a chunk if the hashes are equal, else ``None``."""
-        manifest = self._manifest
+        manifest = self.manifest
         assert manifest is not None
         row, running = manifest.row(array, index), manifest.running_of(array, index)
         if row is None or running is None or manifest.digest[row].tobytes() != digest:
@@ -101,8 +100,8 @@ class BaseChunks:
     def damage(self, array: ArrayMeta, index: tuple[int, ...], place: Location) -> str | None:
         """Verify a chunk that was linked or copied to a place. Return a description of its damage,
         ``None`` if it is intact."""
-        checker = ChunkChecker(StoredCheckpoint(place, documents=self._texts), self._manifest)
-        size, problem = checker.check(self._arrays[array.key], index)
+        checker = ChunkChecker(StoredCheckpoint(place, documents=self.documents), self.manifest)
+        size, problem = checker.check(self.arrays[array.key], index)
         counters.add(bytes_read=size)
         return None if problem is None else problem.text
 
@@ -112,7 +111,7 @@ class BaseChunks:
         Raises:
             StorageError: the store failed.
         """
-        return self.location.read_range("zarr.json") == self._texts["zarr.json"]
+        return self.location.read_range("zarr.json") == self.documents["zarr.json"]
 
     def warn(self) -> None:
         """Log one warning for all damaged chunks."""
@@ -165,19 +164,15 @@ class ReusingMover:
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
         """See :meth:`Writer.write`."""
-        rest: list[ChunkWrite] = []
-        taken: list[tuple[ChunkWrite, ChunkRecord]] = []
+        taken: dict[str, ChunkRecord] = {}
         # The budget limits the number of chunks in memory.
         largest = max((item.array.chunk_bytes for item in writes), default=1)
         self._hashing = threading.Semaphore(max(1, self.options.budget_bytes // largest))
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
-                record = self._taken_over(item)
-                if record is None:
-                    rest.append(item)
-                else:
-                    taken.append((item, record))
+                if (record := self._taken_over(item)) is not None:
+                    taken[item.name] = record
 
         far = self._is_far
         run_batched(
@@ -192,11 +187,14 @@ class ReusingMover:
                 "%s was replaced or deleted while its chunks were reused; all chunks are written",
                 self.base.location.url,
             )
-            for item, _ in taken:
-                self.attempt.location.delete(item.name)
-                rest.append(item)
+            for name in taken:
+                self.attempt.location.delete(name)
             taken.clear()
-        for item, record in taken:
+        rest = []
+        for item in writes:
+            if (record := taken.get(item.name)) is None:
+                rest.append(item)
+                continue
             counters.add(bytes_reused=record.stored_bytes)
             self.manifest.reused_bytes += record.stored_bytes
             done(item, record)
@@ -301,5 +299,4 @@ class ReusingMover:
                 begun = time.monotonic()
                 self.attempt.check()
                 self._checked = begun
-        place = self.attempt.location.remote
-        return place.copy_from(self.base.location.remote, name, name, create=True)
+        return self.attempt.location.remote.copy_from(self.base.location.remote, name)

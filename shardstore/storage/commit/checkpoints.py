@@ -124,7 +124,8 @@ def latest(
     """
     place = Location.of(root, storage_options)
     place.require_no_file()
-    for name in sorted(place.listing(), key=_natural, reverse=True):
+    names = [([*map(int, re.findall(r"\d+", name))], name) for name in place.listing()]
+    for _, name in sorted(names, reverse=True):
         if not name.startswith(".") and place.is_dir(name) and is_checkpoint(place.child(name)):
             return place.child(name).url
     return None
@@ -151,10 +152,6 @@ def delete_checkpoint(
         found = f"is {instead}, not a checkpoint" if instead else "is not a distributed checkpoint"
         raise location.error(f" {found}; nothing was deleted", NotACheckpointError)
     (folder if location.is_local else objects).delete(location)
-
-
-def _natural(name: str) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall(r"\d+", name)], name
 
 
 def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
@@ -215,8 +212,6 @@ def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Lef
 def _sweep_folders(place: Location, older_than: timedelta, dry_run: bool) -> list[Leftover]:
     found = []
     for top, names, _ in os.walk(place.url):
-        if not any(".attempt-" in name for name in names):
-            continue
         lefts = list(folder.leftovers(top, older_than=older_than))
         names[:] = {*names} - {left.location.name for left in lefts}
         for left in lefts:

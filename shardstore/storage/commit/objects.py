@@ -69,11 +69,6 @@ class ObjectAttempt(Attempt):
     """
 
     @property
-    def location(self) -> Location:
-        """The target itself."""
-        return self.target
-
-    @property
     def number(self) -> int:
         """The number of the claim."""
         return int(self.id.partition("-")[0])
@@ -112,15 +107,13 @@ class ObjectAttempt(Attempt):
             return "another attempt, which is finished"
         return None
 
-    def _superseded(self, by: str) -> SupersededError:
-        error = SupersededError(
-            f"the save to {self.target.url} (attempt {self.id}) was given up: the target belongs "
-            f"to {by}. If several saves write to one place, only the newest continues; save "
+    def _superseded(self, by: str) -> CheckpointingException:
+        return self.target.error(
+            f": the save or deletion (attempt {self.id}) was given up: the place belongs to {by}. "
+            "If several saves or deletions are at one place, only the newest continues; save "
             "elsewhere, or one after the other",
-            url=self.target.url,
+            SupersededError,
         )
-        error.by = by
-        return error
 
     def require_seen(self) -> None:
         """See :meth:`Attempt.require_seen`."""
@@ -339,8 +332,7 @@ class ObjectAttempt(Attempt):
         with contextlib.suppress(StorageError, FileNotFoundError):
             names = self.target.remote.walk()
             if self.mark("committing") not in names and not self.clear(remains(self.target, names)):
-                said = self.mark("nodes-")
-                self.withdraw([name for name in names if name.startswith(said)])
+                self.withdraw([name for name in names if name.startswith(self.mark("nodes-"))])
 
     def withdraw(self, marks: Sequence[str] = ()) -> None:
         """Remove this claim, its mark ``committing`` and the given marks. Other claims stay."""
@@ -528,10 +520,7 @@ def delete(place: Location) -> None:
             attempt.withdraw()
         if not isinstance(error, SupersededError):
             raise
-        raise place.error(
-            f" was not deleted: the place was claimed in the meantime by {error.by}. Delete it "
-            "again after that attempt has finished"
-        ) from error
+        raise place.error(f" was not deleted: {error.message}") from error
     if by is None:
         attempt.withdraw_all()
     else:

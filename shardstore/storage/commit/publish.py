@@ -42,8 +42,7 @@ class About:
     """The content of the root document other than the arrays.
 
     Attributes:
-        common_backend: name and version of the backend of common values; with ``None`` the
-            checkpoint gets no ``metadata.json``.
+        common_backend: name and version of the backend of common values.
         sharded_backend: name and version of the backend of the arrays.
         attributes: attributes of the root group.
         record: further members of ``attributes.shardstore``.
@@ -53,7 +52,7 @@ class About:
             commit.
     """
 
-    common_backend: tuple[str, int] | None
+    common_backend: tuple[str, int] = ("torch", 1)
     sharded_backend: tuple[str, int] = ("zarr", 2)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -62,10 +61,8 @@ class About:
     has_root: bool = True
 
     @property
-    def config(self) -> dict[str, Any] | None:
-        """The content of ``metadata.json``; ``None`` if the checkpoint has none."""
-        if self.common_backend is None:
-            return None
+    def config(self) -> dict[str, Any]:
+        """The content of ``metadata.json``."""
         return {
             "sharded_backend": self.sharded_backend[0],
             "sharded_backend_version": self.sharded_backend[1],
@@ -114,8 +111,7 @@ class Files:
         """Write the collected files. Raises the errors of :meth:`put`."""
         kept, self._kept = self._kept, []
         self._kept_bytes = 0
-        if kept:
-            self._attempt.put_all(kept)
+        self._attempt.put_all(kept)
 
 
 def note_arrays(
@@ -216,9 +212,7 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
     Raises:
         CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
-    config, record, last = about.config, {}, []
-    if config is not None:
-        last.append((CONFIG_NAME, json.dumps(config).encode()))
+    record, last = {}, [(CONFIG_NAME, json.dumps(about.config).encode())]
     if about.has_root:
         with collector_paused():
             record = _commit_record(attempt, merged, about)
@@ -252,7 +246,7 @@ def _root(merged: Merged, about: About, record: Mapping[str, Any], manifest_byte
     files = sorted(merged.files.items())
     ours: dict[str, Any] = {
         **about.record,
-        **({} if about.config is None else {CONFIG: about.config}),
+        CONFIG: about.config,
         "format_version": documents.FORMAT_VERSION,
         "commit": record,
         documents.CHUNK_SUMS: merged.manifest.chunk_sums(),

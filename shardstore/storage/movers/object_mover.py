@@ -40,9 +40,9 @@ from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
     ObjectIO,
+    begin_create,
     object_io,
     run_requests,
-    settle,
 )
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
@@ -100,10 +100,9 @@ class ObjectMover:
             yield _held_bytes(item), packing, item.array.chunk_bytes
             chunk = EncodedChunk(item.array, item.data())
             (parts,) = chunk
-            is_new = io.begin_put(item.name, parts, create=True)
+            create = begin_create(io, self.location, item.name, parts, self._require_own)
             yield None
-            if not is_new():
-                settle(io, self.location, item.name, parts, self._require_own)
+            create()
             counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
             with self._done:
                 done(item, chunk.record)

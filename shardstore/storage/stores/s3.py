@@ -147,14 +147,12 @@ def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
     listings, and the settings that stores other than Amazon's need."""
     from botocore.config import Config
 
-    given = {n: v for n, v in options.items() if n not in ("region_name", "endpoint_url")}
-    client = dict(given.get("client_kwargs") or {})
-    for name in ("region_name", "endpoint_url"):
-        if options.get(name):
-            client.setdefault(name, options[name])
-    if region := os.environ.get("AWS_REGION"):
-        # s3fs and botocore read AWS_DEFAULT_REGION only.
-        client.setdefault("region_name", region)
+    given = dict(options)
+    short = {name: given.pop(name, None) for name in ("region_name", "endpoint_url")}
+    # s3fs and botocore read AWS_DEFAULT_REGION only.
+    short["region_name"] = short["region_name"] or os.environ.get("AWS_REGION")
+    client = {name: value for name, value in short.items() if value}
+    client |= given.get("client_kwargs") or {}
     config = {
         **LIMITS,
         "retries": {"mode": "standard", "total_max_attempts": 4},
