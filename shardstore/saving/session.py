@@ -81,7 +81,7 @@ class Part:
     common: StateDict = field(default_factory=dict)
     compared: Any = None
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
-    about: About = About()  # noqa: RUF009 (frozen)
+    about: About = About(common_backend=None)  # noqa: RUF009 (frozen)
     base: Location | None = None
     copies: Sequence[str] = ()
     adopts: bool = False

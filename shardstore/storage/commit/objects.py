@@ -154,6 +154,8 @@ class ObjectAttempt(Attempt):
                 gave no clear answer, and the text says that the commit is uncertain. In that case
                 :meth:`abandon` removes nothing.
         """
+        if not documents:
+            raise self.target.error(" has no document to commit")
         name, data = documents[-1]
         try:
             # These writes come before the check, so that the commit follows it at once.

@@ -42,7 +42,8 @@ class About:
     """The content of the root document other than the arrays.
 
     Attributes:
-        common_backend: name and version of the backend of common values.
+        common_backend: name and version of the backend of common values; with ``None`` the
+            checkpoint gets no ``metadata.json``.
         sharded_backend: name and version of the backend of the arrays.
         attributes: attributes of the root group.
         record: further members of ``attributes.shardstore``.
@@ -52,7 +53,7 @@ class About:
             commit.
     """
 
-    common_backend: tuple[str, int] = ("torch", 1)
+    common_backend: tuple[str, int] | None
     sharded_backend: tuple[str, int] = ("zarr", 2)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -61,8 +62,10 @@ class About:
     has_root: bool = True
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The content of ``metadata.json``."""
+    def config(self) -> dict[str, Any] | None:
+        """The content of ``metadata.json``; ``None`` if the checkpoint has none."""
+        if self.common_backend is None:
+            return None
         return {
             "sharded_backend": self.sharded_backend[0],
             "sharded_backend_version": self.sharded_backend[1],
@@ -212,7 +215,9 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
     Raises:
         CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
-    record, last = {}, [(CONFIG_NAME, json.dumps(about.config).encode())]
+    config, record, last = about.config, {}, []
+    if config is not None:
+        last.append((CONFIG_NAME, json.dumps(config).encode()))
     if about.has_root:
         with collector_paused():
             record = _commit_record(attempt, merged, about)
@@ -246,7 +251,7 @@ def _root(merged: Merged, about: About, record: Mapping[str, Any], manifest_byte
     files = sorted(merged.files.items())
     ours: dict[str, Any] = {
         **about.record,
-        CONFIG: about.config,
+        **({} if about.config is None else {CONFIG: about.config}),
         "format_version": documents.FORMAT_VERSION,
         "commit": record,
         documents.CHUNK_SUMS: merged.manifest.chunk_sums(),

@@ -143,8 +143,8 @@ def _wrong_config(config: Mapping[str, Any]) -> str | None:
 
 
 def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of s3fs: the given ones, short timeouts, bounded retries, no cache of
-    listings, and the settings that stores other than Amazon's need."""
+    """Return the options of s3fs: the given ones, short timeouts, bounded retries, and the settings
+    that stores other than Amazon's need."""
     from botocore.config import Config
 
     given = dict(options)
@@ -162,15 +162,10 @@ def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
         # Newer clients send trailing checksums by default, which stores other than AWS refuse.
         if name in Config.OPTION_DEFAULTS:
             config.setdefault(name, "when_required")
-    named = (client.get("endpoint_url"), *map(os.environ.get, _ENDPOINTS))
-    endpoint = next(filter(None, named), None)
-    if endpoint and "amazonaws.com" not in endpoint:
-        config["s3"] = {"addressing_style": "path", **(config.get("s3") or {})}
     return {
         **given,
         "client_kwargs": client,
         "config_kwargs": config,
-        "use_listings_cache": False,
         # One GET per document; a higher value requests the size first.
         "max_concurrency": given.get("max_concurrency", 1),
     }
