@@ -53,7 +53,7 @@ def check_is_distributed_checkpoint(
         DamagedCheckpointError: the document exists but is not JSON.
     """
     try:
-        place = Location.given(checkpoint_dir, storage_options).place
+        place = Location.of(checkpoint_dir, storage_options).place
         return maybe_load_config(place) is not None
     except NotACheckpointError:
         return False

@@ -294,7 +294,7 @@ def _parts(
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[ShardedStateDict, list[str] | None]:
     """Return the state dict for :func:`load_plain_tensors`, and its keys; ``None``: all keys."""
-    place = Location.given(checkpoint_dir, storage_options).place
+    place = Location.of(checkpoint_dir, storage_options).place
     if isinstance(keys, str) or not isinstance(keys, Iterable | None):
         raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
     tensors = load_tensors_metadata(place)

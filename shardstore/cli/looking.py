@@ -382,7 +382,7 @@ def diff(
     """Compare two checkpoints, by hashes first. Exit code 1: they differ."""
     from shardstore.inspection.values import compare
 
-    places = [Location.of(place, **opt.parse_options(storage_option)) for place in (a, b)]
+    places = [Location.of(place, opt.parse_options(storage_option)) for place in (a, b)]
     opt.warn_of_idle_options(storage_option, *places)
     left, right = map(opened.open, places)
     budget = opt.parse_size(memory)

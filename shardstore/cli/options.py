@@ -116,7 +116,7 @@ def locate(place: str, options: Sequence[str] | None = None) -> Location:
     """
     if re.fullmatch(r"\w+:/+", place):
         raise UsageProblem(f"{place} names no bucket; give a URL such as s3://bucket/run/step-100")
-    location = Location.of(place, **parse_options(options))
+    location = Location.of(place, parse_options(options))
     warn_of_idle_options(options, location)
     return location
 

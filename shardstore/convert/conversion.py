@@ -128,8 +128,8 @@ def convert(
     require_number("memory_budget", memory_budget)
     require_number("file_bytes", file_bytes)
     callback_of(progress, shows=False)
-    place = Location.given(source, source_options)
-    goal = Location.given(target, target_options)
+    place = Location.of(source, source_options)
+    goal = Location.of(target, target_options)
     _require_apart(place, goal)
     parent, _, name = goal.url.rpartition("/")
     if not name or (not goal.is_local and parent.endswith("/")):

@@ -192,7 +192,7 @@ class FileTarget(Target):
             if self._goal.is_local:
                 made.path.rename(self._goal.path)
             else:
-                self._goal.remote.copy_from(made.remote, "", "", any_size=True)
+                self._goal.remote.become_copy_of(made.remote)
 
 
 def _exists(goal: Location, what: str = "") -> CheckpointExistsError:

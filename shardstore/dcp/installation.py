@@ -158,7 +158,7 @@ def install(
         if storage is not None or not checkpoint_id:
             return before(storage, checkpoint_id, reader=reader)
         if reader:
-            place = Location.given(checkpoint_id, storage_options)
+            place = Location.of(checkpoint_id, storage_options)
             if not is_ours(place) and place.exists(METADATA_NAME):  # DCP's own storage wrote it
                 return before(None, checkpoint_id, reader=True)
         chosen: StorageWriter | StorageReader = new_reader() if reader else new_writer()

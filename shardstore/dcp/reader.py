@@ -46,7 +46,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.options import require_bool, require_number
-from shardstore.storage.stores.location import Location, given_options
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.validation import verify_checkpoint_and_load_strategy
 from shardstore.values.record import StatePath, StateRecord
@@ -116,13 +116,14 @@ class Placed:
     def __init__(
         self, url: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
     ) -> None:
-        self._storage_options = given_options(storage_options)
+        Location.of(os.curdir, storage_options)  # refuses options of another type
+        self._storage_options = storage_options
         self._location: Location | None = None
         if url is not None:
             self._go_to(url)
 
     def _go_to(self, place: str | os.PathLike[str]) -> None:
-        self._location = Location.of(place, **self._storage_options)
+        self._location = Location.of(place, self._storage_options)
 
     @property
     def _place(self) -> Location:
@@ -133,7 +134,7 @@ class Placed:
                 f"torch.distributed.checkpoint.{function} a checkpoint_id"
             )
         # A pickled location has no options; DCP pickles it for its process for saves.
-        return Location.of(self._location, **self._storage_options)
+        return Location.of(self._location, self._storage_options)
 
     @property
     def checkpoint_id(self) -> str:

@@ -228,7 +228,11 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             if session is not None and session.failure is not None:
                 raise session.failure
             location = Location.of(place)
-            location.require_local(f"writing the {BACKEND!r} format")
+            if not location.is_local:
+                raise location.error(
+                    f": the {BACKEND!r} format is written to local folders only: save to a disk, "
+                    "and copy the folder"
+                )
             saving.folder = location.url
             only_main = self.keep_only_main_replica
             planner = _planner_of(state_dict, only_main, saving.ranks.is_coordinator)

@@ -85,7 +85,7 @@ def open(
         DamagedCheckpointError: the root document is missing or damaged.
         StorageError: the store failed.
     """
-    location = Location.given(place, storage_options)
+    location = Location.of(place, storage_options)
     stored = StoredCheckpoint(location)
     stored.refused = {}
     try:

@@ -177,7 +177,7 @@ def location_of(
     Raises:
         NotACheckpointError: the path is a file.
     """
-    location = Location.given(checkpoint_dir, storage_options)
+    location = Location.of(checkpoint_dir, storage_options)
     if location.is_local and location.path.is_file():
         found = instead(location) or "give the folder that save() wrote"
         raise NotACheckpointError(f"{location.url} is a file; {found}", url=location.url)

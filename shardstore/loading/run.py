@@ -206,7 +206,7 @@ def _run_once(
     error = call.error
     location, callback = Location(shown(call.checkpoint_dir)), None
     try:
-        location = Location.given(call.checkpoint_dir, call.storage_options)
+        location = Location.of(call.checkpoint_dir, call.storage_options)
         callback = callback_of(call.progress, shows=ranks.is_coordinator)
     except ArgumentError as problem:
         error = error or problem

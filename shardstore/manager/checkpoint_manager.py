@@ -137,7 +137,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         sweep_after: timedelta = timedelta(days=1),
     ) -> None:
-        self.root = Location.given(root, storage_options)
+        self.root = Location.of(root, storage_options)
         self.policy = Retention(
             keep_last=keep_last, keep_every=keep_every, best=best, metric=metric, mode=mode
         )

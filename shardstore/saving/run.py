@@ -89,12 +89,12 @@ def prepare(
     Raises:
         CheckpointingException: an argument or a value of the state is wrong.
     """
-    target = Location.given(checkpoint_dir, options.storage_options)
+    target = Location.of(checkpoint_dir, options.storage_options)
     base: Location | None = None
     if options.base is not None:
         base = Location.of(options.base)
         if not base.options:
-            base = Location.given(base, target.options)
+            base = Location.of(base, target.options)
     require_group("replica_group", options.replica_group)
     require_bool("async_sharded_save", in_background)
     check_state(given_state)

@@ -34,7 +34,7 @@ from shardstore.sharded.coverage import check_object
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.base import BaseChunks, read_base, reusing
+from shardstore.storage.commit.base import BaseChunks, ReusingMover, read_base
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports, write_documents
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
@@ -323,7 +323,7 @@ class SaveSession:
         mover = Mover(self.attempt.location, self.options, self.attempt)
         if self.base is None:
             return mover
-        return reusing(mover, self.base, self.attempt, self.manifest, self.options)
+        return ReusingMover(mover, self.base, self.attempt, self.manifest, self.options)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> None:
         """Write chunks, at the same time as other pending files, and add them to the manifest.

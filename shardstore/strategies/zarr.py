@@ -400,7 +400,7 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
     else:
         return None
     root, _, node = f"{url}/{arr.path}".rstrip("/").rpartition("/")
-    return Location.of(root) if not options else Location.given(root, options), node
+    return Location.of(root, options), node
 
 
 def _completed(location: Location, cut: CutChunk) -> ChunkWrite:

@@ -258,7 +258,7 @@ def read(place: Location) -> int | None:
 def run(order: str, place: Location) -> int:
     """Run an order and check what comes of it; the number of its moments."""
     save(place, 1)
-    parent = Location.of(place.url.rpartition("/")[0], **place.options)
+    parent = Location.of(place.url.rpartition("/")[0], place.options)
     works: dict[str, Callable[[], object]] = {
         "save2": lambda: save(place, 2),
         "save3": lambda: save(place, 3),

@@ -21,7 +21,8 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base as base_chunks
 from shardstore.storage.commit import folder
-from shardstore.storage.commit.base import Adopter
+from shardstore.storage.commit.base import BaseChunks, ReusingMover, read_base
+from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
@@ -121,9 +122,13 @@ def test_nobody_writes_into_what_is_linked(tmp_path: Path) -> None:
     base = Location.of(tmp_path / "a")
     before = base.read("w/c.2.0")
     attempt = folder.begin(Location.of(tmp_path / "b"))
-    assert Adopter(base, attempt, []).take("w/c.2.0", len(before), before[-4:])
     array = StoredCheckpoint(base).arrays["w"]
-    mover = Mover(attempt.location, SaveOptions(), attempt)
+    mover, texts = Mover(attempt.location, SaveOptions(), attempt), read_base(base)
+    links = ReusingMover(
+        mover, BaseChunks(base, texts), attempt, RankManifest(0), SaveOptions(threads=1)
+    )
+    assert links._taken_over(ChunkWrite(array, (2, 0), tensor(1)[2:3].numpy()))
+    assert (attempt.location.path / "w" / "c.2.0").stat().st_nlink == 2
     mover.write([ChunkWrite(array, (2, 0), tensor(2)[2:3].numpy())], lambda *_: None)
     assert base.read("w/c.2.0") == before
     assert attempt.location.read("w/c.2.0") != before

@@ -236,7 +236,7 @@ def test_a_deletion(read: Reader) -> None:
 def test_on_s3(s3_server: S3Server) -> None:
     """The same bytes in a bucket: readers that begin at a moment of an overwrite, and one that has
     opened the old checkpoint."""
-    target = Location.of(f"s3://{s3_server.new_bucket()}/c", **s3_server.storage_options)
+    target = Location.of(f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options)
     place, there = target.place, dict[str, bytes]()
 
     def put(objects: Objects) -> None:

@@ -30,7 +30,7 @@ def managed(place: tuple[str, dict[str, Any]], **options: Any) -> CheckpointMana
 
 def damage(place: tuple[str, dict[str, Any]], name: str, data: bytes | None) -> None:
     """Replace a file of a checkpoint, or take it away."""
-    root = Location.of(place[0], **place[1])
+    root = Location.of(place[0], place[1])
     if data is None:
         root.delete(name)
     else:

@@ -116,6 +116,6 @@ class Run:
         """What a verification of a checkpoint finds, hashes included; claims that could not be
         removed are no part of it."""
         found: list[Finding] = []
-        place = Location.of(self.url(step), **self.direct.storage_options)
+        place = Location.of(self.url(step), self.direct.storage_options)
         verify(StoredCheckpoint(place), found.append, hashes=True)
         return [f"{one.severity}: {one.message}" for one in found if ".attempts" not in one.path]

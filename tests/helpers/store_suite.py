@@ -87,7 +87,7 @@ def unfinished_save(
     url: str, options: dict[str, Any], value: float = 5.0, *, version: int = 2
 ) -> SaveSession:
     """A save that wrote everything but its commit, and is never heard of again."""
-    part = Part(target=Location.of(url, **options), options=SaveOptions())
+    part = Part(target=Location.of(url, options), options=SaveOptions())
     session, _ = SaveSession.begin(Ranks(), url, lambda: part)
     with session._active():
         ZarrSaveShardedStrategy("zarr", version).save(
@@ -165,7 +165,7 @@ class StoreTests:
         state = {"w": tensor("w", data), "empty": tensor("empty", torch.zeros(0))}
         strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=40_000)
         shardstore.save(state, url, strategy, storage_options=options, compression=compression)
-        location = Location.of(url, **options)
+        location = Location.of(url, options)
         chunk = location.read("w/c.1.0")
         assert len(chunk) < 20_000
         shardstore.save(state, tmp_path / "local", strategy, compression=compression)
@@ -241,10 +241,10 @@ class StoreTests:
         with pytest.raises(CheckpointExistsError, match="overwrite=True"):
             shardstore.save(small_state(2.0), url, storage_options=options)
         assert_small_state(shardstore.load(small_state(), url, storage_options=options), 1.0)
-        Location.of(url, **options).write("notes.txt", b"mine")
+        Location.of(url, options).write("notes.txt", b"mine")
         shardstore.save(small_state(2.0), url, storage_options=options, overwrite=True)
         assert_small_state(shardstore.load(small_state(), url, storage_options=options), 2.0)
-        assert Location.of(url, **options).read("notes.txt") == b"mine"
+        assert Location.of(url, options).read("notes.txt") == b"mine"
 
     def test_what_replaces_it_leaves_nothing_of_it(self, place: Place) -> None:
         url, options = place("replaced")
@@ -252,7 +252,7 @@ class StoreTests:
         one = {"other": tensor("other", torch.ones(3))}
         shardstore.save(one, url, ("zarr", 1), storage_options=options, overwrite=True)
         assert set(shardstore.load_sharded_metadata(url, storage_options=options)) == {"other"}
-        assert Location.of(url, **options).listing() == ["common.pt", "metadata.json", "other"]
+        assert Location.of(url, options).listing() == ["common.pt", "metadata.json", "other"]
 
     def test_without_its_commit_it_is_none(self, place: Place) -> None:
         url, options = place("root/step-2")
@@ -263,16 +263,16 @@ class StoreTests:
         with pytest.raises(NotACheckpointError):
             shardstore.load(small_state(), url, storage_options=options)
         root = url.rpartition("/")[0]
-        assert latest(root, storage_options=options) == Location.of(first, **options).url
+        assert latest(root, storage_options=options) == Location.of(first, options).url
         # It hinders nobody.
         shardstore.save(small_state(6.0), url, storage_options=options)
         assert_small_state(shardstore.load(small_state(), url, storage_options=options), 6.0)
-        assert latest(root, storage_options=options) == Location.of(url, **options).url
+        assert latest(root, storage_options=options) == Location.of(url, options).url
 
     def test_damage_is_found(self, place: Place) -> None:
         url, options = place("damaged")
         shardstore.save(small_state(2.0), url, storage_options=options)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         chunk = "layer%2F0.w/c.0.0"
         content = where.read(chunk)
         wanted = {"w": tensor("layer/0.w", torch.zeros(20, 30))}
@@ -308,9 +308,9 @@ class StoreTests:
         other, _ = place("other")
         shardstore.save(small_state(1.0), url, storage_options=options)
         shardstore.save(small_state(2.0), other, storage_options=options)
-        at = Location.of(url, **options)
+        at = Location.of(url, options)
         own = at.read(name)
-        at.write(name, Location.of(other, **options).read(name))
+        at.write(name, Location.of(other, options).read(name))
         with pytest.raises(DamagedCheckpointError, match=f"{name} is not the file"):
             shardstore.load(small_state(), url, storage_options=options)
         found: list[Finding] = []
@@ -325,7 +325,7 @@ class StoreTests:
     def test_a_removal_keeps_the_hashes_of_the_files_true(self, place: Place) -> None:
         url, options = place("hashed")
         shardstore.save(small_state(2.0), url, storage_options=options, verify_integrity=True)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         rotten, b = where.read("b/c.0") + b"x", where.read("b/c.0")
         where.write("b/c.0", rotten)
         with pytest.raises(DamagedCheckpointError, match=r"b/c\.0 has the SHA-256"):
@@ -346,7 +346,7 @@ class StoreTests:
         shardstore.remove_sharded_tensors(url, "half", storage_options=options)
         left = shardstore.load_sharded_metadata(url, storage_options=options)
         assert set(left) == {"layer/0.w", "b", "scalar", "empty", "o/shard_0_1", "half/shard_0_1"}
-        assert Location.of(url, **options).listing("half") == ["shard_0_1.pt"]
+        assert Location.of(url, options).listing("half") == ["shard_0_1.pt"]
         wanted = {"half": tensor("half", torch.zeros(5, dtype=torch.bfloat16))}
         with pytest.raises(MissingKeyError):
             shardstore.load(wanted, url, storage_options=options)
@@ -372,7 +372,7 @@ class StoreTests:
                 array_documents=False,
                 compression=compression,
             )
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         assert names_of(where) == CHUNKS | BESIDE
         root = json.loads(where.read("zarr.json"))
         assert root["attributes"]["shardstore"]["array_documents"] is False
@@ -391,14 +391,14 @@ class StoreTests:
     def test_an_ordinary_checkpoint_has_all_documents(self, place: Place) -> None:
         url, options = place("ordinary")
         shardstore.save(small_state(3.0), url, storage_options=options)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         assert names_of(where) == CHUNKS | BESIDE | DOCUMENTS
         about = json.loads(where.read("zarr.json"))["attributes"]["shardstore"]
         assert "array_documents" not in about
 
     def test_a_strategy_by_itself_leaves_them_out_too(self, place: Place) -> None:
         url, options = place("alone")
-        target = Location.of(url, **options)
+        target = Location.of(url, options)
         strategy = ZarrSaveShardedStrategy("zarr", 2, array_documents=False)
         strategy.save({"w": tensor("w", torch.ones(3, 4))}, target.place)
         assert names_of(target) == {"zarr.json", "manifest.npz", "w/c.0.0"}
@@ -422,7 +422,7 @@ class StoreTests:
     def test_its_damage_is_found(self, place: Place) -> None:
         url, options = place("damaged")
         shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         for name, key in (("layer%2F0.w/c.0.0", "layer/0.w"), ("scalar/c", "scalar")):
             content = where.read(name)
             for damaged, kind in (
@@ -439,7 +439,7 @@ class StoreTests:
         own = where.read("b/c.0")
         other, _ = place("another")
         shardstore.save(small_state(5.0), other, storage_options=options)
-        where.write("b/c.0", Location.of(other, **options).read("b/c.0"))
+        where.write("b/c.0", Location.of(other, options).read("b/c.0"))
         assert [finding.kind for finding in findings(where)] == ["chunk-manifest"]
         where.write("b/c.0", own)
         assert findings(where) == []
@@ -447,7 +447,7 @@ class StoreTests:
     def test_its_root_is_all_there_is(self, place: Place) -> None:
         url, options = place("headless")
         shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         root = where.read("zarr.json")
         for damaged in (b"", root[:-40], None):
             where.delete("zarr.json") if damaged is None else where.write("zarr.json", damaged)
@@ -462,7 +462,7 @@ class StoreTests:
     def test_documents_where_there_should_be_none(self, place: Place) -> None:
         url, options = place("more")
         shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         root = json.loads(where.read("zarr.json"))
         document = root["consolidated_metadata"]["metadata"]["b"]
         where.write("b/zarr.json", json.dumps(document).encode())
@@ -476,7 +476,7 @@ class StoreTests:
     def test_a_document_that_is_lost_is_damage(self, place: Place) -> None:
         url, options = place("lost")
         shardstore.save(small_state(2.0), url, storage_options=options)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         where.delete("b/zarr.json")
         (finding,) = findings(where)
         assert (finding.kind, finding.severity) == ("document-missing", "damage")
@@ -487,7 +487,7 @@ class StoreTests:
     @pytest.mark.parametrize("first", [True, False])
     def test_one_kind_replaces_the_other(self, place: Place, first: bool) -> None:
         url, options = place("turns")
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         foreign = {"notes.txt", "logs/1", "logs/c.0", "logs/c/0/1"}
         for number, documents in enumerate((first, not first, first, first)):
             state = small_state(float(number))
@@ -510,7 +510,7 @@ class StoreTests:
     def test_deleting_it_takes_all_chunks(self, place: Place, lost: str | None) -> None:
         url, options = place("deleted")
         shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         foreign = {"notes.txt", "logs/c.0"}
         for name in foreign:
             where.write(name, b"mine")
@@ -531,7 +531,7 @@ class StoreTests:
             validate_access_integrity=False,
             array_documents=False,
         )
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         shardstore.remove_sharded_tensors(url, "half", storage_options=options)
         assert names_of(where) == (CHUNKS | BESIDE | {"half/shard_0_1.pt"}) - {"half/c.0"}
         left = shardstore.load_sharded_metadata(url, storage_options=options)
@@ -578,7 +578,7 @@ class StoreTests:
         )
         assert counters.copy()["bytes_reused"] - before["bytes_reused"] == 40_004
         delete_checkpoint(first, storage_options=options)
-        there = Location.of(second, **options)
+        there = Location.of(second, options)
         own = {name for name in names_of(there) if name.endswith("/zarr.json")}
         assert own == (set() if documents else {"w/zarr.json", "e/zarr.json"})
         loaded = shardstore.load_plain_tensors(second, storage_options=options)
@@ -588,7 +588,7 @@ class StoreTests:
     def test_functions_of_the_reference_page_read_it(self, place: Place) -> None:
         url, options = place("pages")
         shardstore.save(small_state(2.0), url, storage_options=options, array_documents=False)
-        target: Any = Location.of(url, **options).place
+        target: Any = Location.of(url, options).place
         whole = _load_from_array(tensor("layer/0.w", torch.zeros(20, 30)), target)
         assert torch.equal(whole, torch.full((20, 30), 2.0))
         with pytest.raises(MissingKeyError):
@@ -608,11 +608,11 @@ class StoreTests:
             )
         with pytest.raises(FormatVersionError, match="leave array_documents out"):
             ZarrSaveShardedStrategy("zarr", 1, array_documents=False)
-        assert names_of(Location.of(url, **options)) == set()
+        assert names_of(Location.of(url, options)) == set()
 
     def test_a_checkpoint_of_megatron_is_read(self, place: Place) -> None:
         url, options = place("megatron")
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         for path in GOLDEN.rglob("*"):
             if path.is_file():
                 where.write(str(path.relative_to(GOLDEN)), path.read_bytes())
@@ -631,10 +631,10 @@ class StoreTests:
     def test_a_strategy_by_itself_commits_its_arrays(self, place: Place) -> None:
         url, options = place("alone")
         data = torch.arange(12.0).reshape(3, 4)
-        target = Location.of(url, **options).place
+        target = Location.of(url, options).place
         ZarrSaveShardedStrategy("zarr", 2).save({"w": tensor("w", data)}, target)
-        assert "zarr.json" in Location.of(url, **options).listing()
-        assert "metadata.json" not in Location.of(url, **options).listing()
+        assert "zarr.json" in Location.of(url, options).listing()
+        assert "metadata.json" not in Location.of(url, options).listing()
 
     def test_the_strictness_modes_see_what_is_stored(self, place: Place) -> None:
         url, options = place("strict")
@@ -649,7 +649,7 @@ class StoreTests:
     def test_deleting_leaves_what_is_not_of_it(self, place: Place) -> None:
         url, options = place("deleted")
         shardstore.save(small_state(2.0), url, storage_options=options)
-        where = Location.of(url, **options)
+        where = Location.of(url, options)
         where.write("notes.txt", b"mine")
         below, _ = place("deleted/inner")
         shardstore.save(small_state(3.0), below, storage_options=options)
@@ -662,10 +662,10 @@ class StoreTests:
     def test_an_array_of_a_checkpoint_is_none(self, place: Place) -> None:
         url, options = place("whole")
         shardstore.save(small_state(2.0), url, storage_options=options)
-        key = next(iter(StoredCheckpoint(Location.of(url, **options)).arrays.values())).node
+        key = next(iter(StoredCheckpoint(Location.of(url, options)).arrays.values())).node
         array = f"{url}/{key}"
-        assert is_checkpoint(Location.of(url, **options))
-        assert not is_checkpoint(Location.of(array, **options))
+        assert is_checkpoint(Location.of(url, options))
+        assert not is_checkpoint(Location.of(array, options))
         with pytest.raises(NotACheckpointError, match=r"single array.*nothing was deleted"):
             delete_checkpoint(array, storage_options=options)
         for overwrite in (False, True):
@@ -678,5 +678,5 @@ class StoreTests:
     def test_options_are_not_shown(self, place: Place) -> None:
         url, options = place("shown")
         for value in options.values():
-            shown = f"{Location.of(url, **options)!r} {Location.of(url, **options).place!r}"
+            shown = f"{Location.of(url, options)!r} {Location.of(url, options).place!r}"
             assert not isinstance(value, str) or value not in shown

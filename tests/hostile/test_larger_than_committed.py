@@ -95,7 +95,7 @@ def test_a_size_that_is_none(tmp_path: Path, store: str, size: object) -> None:
 def test_on_s3(s3_server: S3Server, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load takes only the bytes that belong to the object, or the first of ``common.pt``; a
     verification finds the others."""
-    place = Location.of(f"s3://{s3_server.new_bucket()}/c", **s3_server.storage_options)
+    place = Location.of(f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options)
     key, _ = enlarged(place, name)
     refused = pytest.raises(DamagedCheckpointError) if name == "common.pt" else nullcontext()
     with bounded(len(MORE) // 4), refused:
@@ -181,7 +181,7 @@ def test_chunks_that_compress_to_less_than_a_part_of_a_request(
     s3_server: S3Server, compression: str
 ) -> None:
     """Large objects of S3 are read in parts; the parts are those of the compressed chunk."""
-    place = Location.of(f"s3://{s3_server.new_bucket()}/c", **s3_server.storage_options)
+    place = Location.of(f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options)
     data = torch.arange(8 << 20, dtype=torch.float32) % 7
     stored = ShardedTensor.from_rank_offsets("w", data)
     shardstore.save({"w": stored}, place.place, compression=compression)

@@ -118,11 +118,11 @@ def test_in_an_object_store_too(source: Path, tmp_path: Path, s3_server: S3Serve
 
     def progress(event: Progress) -> None:
         if event.operation == "verify":
-            Location.of(url, **options).write(name, data)
+            Location.of(url, options).write(name, data)
 
     with pytest.raises(DamagedCheckpointError, match=r"'o/shard_1_2\.pt'.* differs"):
         convert(source, url, target_options=options, progress=progress)
-    assert not is_checkpoint(Location.of(url, **options))
+    assert not is_checkpoint(Location.of(url, options))
     convert(source, url, target_options=options, resume=False)
     back = tmp_path / "back"
     convert(url, back, source_options=options)

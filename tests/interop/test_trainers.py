@@ -48,7 +48,7 @@ def run(python: Path, program: str, *arguments: object, **environment: str) -> N
 
 
 def whole(place: str | Path, **options: Any) -> bool:
-    return verify(StoredCheckpoint(Location.of(place, **options)), lambda finding: None).ok
+    return verify(StoredCheckpoint(Location.of(place, options)), lambda finding: None).ok
 
 
 def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
@@ -56,7 +56,7 @@ def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
     url = f"s3://{s3_server.new_bucket()}/run"
     run(python, "titan.py", tmp_path, "async", url, "disabled", **s3_server.environment)
     for root, options in ((str(tmp_path), {}), (url, s3_server.storage_options)):
-        folder = Location.of(f"{root}/checkpoint", **options)
+        folder = Location.of(f"{root}/checkpoint", options)
         assert shardstore.latest(folder.url, storage_options=options) == f"{folder.url}/step-8"
         steps = set(folder.listing())
         assert "step-2" not in steps  # its own retention removed it

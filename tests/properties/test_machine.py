@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
     @rule(nth=steps, where=st.integers(0, 10**6), bit=st.integers(0, 7))
     def flip_a_byte(self, nth: int, where: int, bit: int) -> None:
         step = self.existing(nth)
-        place = Location.of(self.manager.url(step), **self.options)
+        place = Location.of(self.manager.url(step), self.options)
         name = next(f"w/{name}" for name in place.listing("w") if name.startswith("c"))
         chunk = bytearray(place.read(name))
         chunk[where % len(chunk)] ^= 1 << bit

@@ -21,4 +21,4 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
         return lambda name: Location.of(f"local://{tmp_path}/{name}")
     server: S3Server = request.getfixturevalue("s3_server")
     bucket = server.new_bucket()
-    return lambda name: Location.of(f"s3://{bucket}/{name}", **server.storage_options)
+    return lambda name: Location.of(f"s3://{bucket}/{name}", server.storage_options)

@@ -16,13 +16,16 @@ import shardstore
 from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.base import COPY_THREADS, Adopter
+from shardstore.storage.commit.base import COPY_THREADS, BaseChunks, ReusingMover, read_base
 from shardstore.storage.commit.checkpoints import delete_checkpoint
-from shardstore.storage.format.manifest import ChunkRecord
+from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.s3_proxy import Fault, FaultProxy
@@ -63,7 +66,7 @@ def check(tensors: dict[str, torch.Tensor], at: tuple[str, Any]) -> None:
 
 
 def record_of(at: tuple[str, Any]) -> dict[str, Any]:
-    root = json.loads(Location.of(at[0], **at[1]).read("zarr.json"))
+    root = json.loads(Location.of(at[0], at[1]).read("zarr.json"))
     record: dict[str, Any] = root["attributes"]["shardstore"]["commit"]
     return record
 
@@ -99,14 +102,14 @@ def test_only_what_changed_is_sent(place: Place, how: str) -> None:
     record = record_of(place("b"))
     assert record["reused_bytes"] == second["bytes_reused"]
     assert record["stored_bytes"] == record["reused_bytes"] + second["bytes_written"]
-    delete_checkpoint(Location.of(place("a")[0], **place("a")[1]))
+    delete_checkpoint(Location.of(place("a")[0], place("a")[1]))
     check(tensors, place("b"))
 
 
 def test_a_flipped_bit_is_found_where_it_is_asked_for(place: Place) -> None:
     tensors = random_state()
     save(tensors, place("a"))
-    base = Location.of(place("a")[0], **place("a")[1])
+    base = Location.of(place("a")[0], place("a")[1])
     data = bytearray(base.read("w1/c.3.0"))
     data[100] ^= 1
     base.replace("w1/c.3.0", bytes(data))
@@ -130,7 +133,7 @@ def test_damaged_chunks_of_the_base_are_not_taken_over(
     """Truncated, longer, gone, or another chunk of the same size: one warning names three."""
     tensors = random_state()
     save(tensors, place("a"))
-    base = Location.of(place("a")[0], **place("a")[1])
+    base = Location.of(place("a")[0], place("a")[1])
     whole = base.read("w0/c.2.0")
     base.write("w0/c.2.0", whole[:100])
     base.write("w0/c.3.0", whole + b"more")
@@ -172,7 +175,7 @@ def test_a_base_is_found_by_options_of_its_own(
     there = (f"s3://{bucket}/a", own_s3_server.server.storage_options)
     save(tensors, there)
     here = (f"s3://{s3_server.new_bucket()}/b", s3_server.storage_options)
-    counted = save(tensors, here, base=Location.of(there[0], **there[1]))
+    counted = save(tensors, here, base=Location.of(there[0], there[1]))
     assert counted["chunks_written"] == len(tensors) * 20
     check(tensors, here)
 
@@ -211,16 +214,20 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     """It asks for the claims before it copies, and is told who took its target over."""
     tensors = random_state()
     save(tensors, place("a"))
-    base = Location.of(place("a")[0], **place("a")[1])
-    target = Location.of(place("b")[0], **place("b")[1])
+    there = Location.of(place("a")[0], place("a")[1])
+    target = Location.of(place("b")[0], place("b")[1])
     late = object_commit.begin(target)
-    chunk = base.read("w0/c.0.0")
-    copies = Adopter(base, late, [])
-    assert copies.take("w0/c.1.0", len(chunk), None)
+    array, options = StoredCheckpoint(there).arrays["w0"], SaveOptions()
+    mover, chunks = Mover(target, options, late), BaseChunks(there, read_base(there))
+    copies = ReusingMover(mover, chunks, late, RankManifest(0), options)
+    first, second = (
+        ChunkWrite(array, (row, 0), tensors["w0"][row : row + 1].numpy()) for row in (0, 1)
+    )
+    assert copies._taken_over(second)
     newer = object_commit.begin(target)
     newer.put_all([("w0/c.0.0", b"what the newer one wrote")])
     with pytest.raises(StorageError, match="newer attempt"):
-        copies.take("w0/c.0.0", len(chunk), None)
+        copies._taken_over(first)
     assert target.read("w0/c.0.0") == b"what the newer one wrote"
     newer.abandon()
 
@@ -229,7 +236,7 @@ def test_leftovers_of_a_dead_save_are_replaced(place: Place) -> None:
     """What lies at the target before this attempt has another content."""
     tensors = random_state()
     save(tensors, place("a"))
-    target = Location.of(place("b")[0], **place("b")[1])
+    target = Location.of(place("b")[0], place("b")[1])
     for number in range(20):
         target.write(f"w0/c.{number}.0", b"left over" * 100)
     save(tensors, place("b"), base=place("a")[0])
@@ -252,7 +259,7 @@ def test_nothing_is_hashed_after_a_failed_request(monkeypatch: pytest.MonkeyPatc
         raise StorageError("the store is gone")
 
     monkeypatch.setattr(base.ReusingMover, "_taken_over", counted)
-    monkeypatch.setattr(Adopter, "take", refuse)
+    monkeypatch.setattr(base.ReusingMover, "take", refuse)
     with pytest.raises(StorageError, match="the store is gone"):
         save(tensors, second, base=first[0])
     assert len(hashed) <= 2 * COPY_THREADS

@@ -108,7 +108,7 @@ def test_loads_by_more_and_by_fewer_ranks(saved: str, s3_server: S3Server) -> No
 
 def test_without_documents_of_the_arrays(saved: str, s3_server: S3Server) -> None:
     plain, bare = (
-        Location.of(f"{saved}/{n}", **s3_server.storage_options) for n in ("plain", "bare")
+        Location.of(f"{saved}/{n}", s3_server.storage_options) for n in ("plain", "bare")
     )
     names = plain.remote.walk()
     found: list[Finding] = []
@@ -121,7 +121,7 @@ def test_without_documents_of_the_arrays(saved: str, s3_server: S3Server) -> Non
 
 
 def test_there_is_no_pickle_in_the_store(saved: str, s3_server: S3Server) -> None:
-    location = Location.of(f"{saved}/plain", **s3_server.storage_options)
+    location = Location.of(f"{saved}/plain", s3_server.storage_options)
     names = location.remote.walk()
     assert {"zarr.json", "m.rows/zarr.json", "m.rows/c.0.0", "manifest.npz"} <= set(names)
     for name in names:
@@ -148,7 +148,7 @@ def test_other_readers_see_the_same(saved: str, s3_server: S3Server) -> None:
 
 
 def test_each_ranks_part_is_in_the_commit(saved: str, s3_server: S3Server) -> None:
-    stored = StoredCheckpoint(Location.of(f"{saved}/plain", **s3_server.storage_options))
+    stored = StoredCheckpoint(Location.of(f"{saved}/plain", s3_server.storage_options))
     assert stored.root is not None
     commit = stored.root.attributes["shardstore"]["commit"]
     assert commit["world_size"] == 2
@@ -209,7 +209,7 @@ def installed(rank: int, world_size: int, server: S3Server, place: str) -> list[
 def test_places_alone_are_ours_once_installed(s3_server: S3Server) -> None:
     place = f"s3://{s3_server.new_bucket()}/run/step-1"
     assert run_ranks(installed, 2, s3_server, place) == [[[], []]] * 2
-    location = Location.of(place, **s3_server.storage_options)
+    location = Location.of(place, s3_server.storage_options)
     assert location.read(".metadata").startswith(b"not a file of PyTorch DCP")
     shardstore.delete_checkpoint(place, storage_options=s3_server.storage_options)
     assert location.remote.walk() == []
@@ -222,7 +222,7 @@ def test_long_values_come_and_go_with_their_checkpoint(s3_server: S3Server) -> N
     def write(made: dict[str, Any]) -> list[str]:
         writer = StorageWriter(url, overwrite=True, **options)
         dcp.save(made, storage_writer=writer, no_dist=True)
-        return sorted(Location.given(url, s3_server.storage_options).remote.walk())
+        return sorted(Location.of(url, s3_server.storage_options).remote.walk())
 
     long = {"seen": np.arange(30_000), "state": bytes(range(256)) * 400}
     assert {"seen/shard_0_1.json", "state/shard_0_1.json"} < set(write({"w": whole(), **long}))
@@ -231,14 +231,14 @@ def test_long_values_come_and_go_with_their_checkpoint(s3_server: S3Server) -> N
     assert (wanted["seen"] == long["seen"]).all()
     assert wanted["state"] == long["state"]
     found: list[Finding] = []
-    stored = StoredCheckpoint(Location.given(url, s3_server.storage_options))
+    stored = StoredCheckpoint(Location.of(url, s3_server.storage_options))
     assert verify(stored, found.append).objects == 2
     assert not found
     stored.location.remote.delete(["seen/shard_0_1.json"])
-    again = StoredCheckpoint(Location.given(url, s3_server.storage_options))
+    again = StoredCheckpoint(Location.of(url, s3_server.storage_options))
     verify(again, found.append)
     assert [(finding.kind, finding.key) for finding in found] == [("object-missing", "seen")]
     assert not [name for name in write({"w": whole()}) if "shard_" in name]
     write({"w": whole(), **long})
     shardstore.delete_checkpoint(url, **options)
-    assert not list(Location.given(url, s3_server.storage_options).remote.walk())
+    assert not list(Location.of(url, s3_server.storage_options).remote.walk())

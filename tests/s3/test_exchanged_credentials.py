@@ -99,7 +99,7 @@ def test_they_reach_both_clients(
     exchange()
     url = f"s3://{bucket}/run"
     shardstore.save(state(1), f"{url}/1", storage_options=options)
-    place = Location.of(f"{url}/chunks", **options)
+    place = Location.of(f"{url}/chunks", options)
     under_way = object_io(place)
     assert under_way.put("first", [b"x"], create=True)
     exchange()

@@ -52,7 +52,7 @@ def shown(error: BaseException) -> str:
 
 def failures(server: S3Server, bucket: str) -> Iterator[Callable[[], Any]]:
     url, options = f"s3://{bucket}/run/step-1", {**server.storage_options, **WRONG}
-    place = Location.of(url, **options)
+    place = Location.of(url, options)
     yield lambda: shardstore.save(state(1), f"{url}-not", storage_options=options)
     yield lambda: shardstore.load({"w": state(0)["w"]}, url, storage_options=options)
     yield lambda: object_io(place).get("w/c.0.0")

@@ -147,7 +147,7 @@ def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None
     large = np.random.default_rng(0).bytes(3 << 20)
     for place in (
         Location.of(f"memory://{where}"),
-        Location.of(f"s3://{where}", **s3_server.storage_options),
+        Location.of(f"s3://{where}", s3_server.storage_options),
     ):
         io = object_io(place)
         assert io.put("a/b", [b"01234", memoryview(b"56789")], create=True)
@@ -240,11 +240,11 @@ def test_a_program_may_import_tensorstore_first(s3_server: S3Server) -> None:
 
 
 def test_a_url_keeps_its_options_on_the_way(tmp_path: Path) -> None:
-    place = Location.of("memory://bucket//run/step", key="k").place
+    place = Location.of("memory://bucket//run/step", {"key": "k"}).place
     assert isinstance(place, StoreUrl)
     assert place == "memory://bucket//run/step"
     assert Location.of(place).options == {"key": "k"}
-    assert Location.of(Location.of(place), secret="s").options == {"key": "k", "secret": "s"}
+    assert Location.of(Location.of(place), {"secret": "s"}).options == {"key": "k", "secret": "s"}
     assert Location.of(str(tmp_path)).place == tmp_path
     assert json.dumps({"url": place}) == '{"url": "memory://bucket//run/step"}'
 
@@ -265,7 +265,7 @@ def test_many_arrays_are_one_document(s3_server: S3Server) -> None:
     options = s3_server.storage_options
     state = {f"k{i}": tensor(f"k{i}", torch.full((2,), float(i))) for i in range(60)}
     shardstore.save(state, url, storage_options=options)
-    where = Location.of(url, **options)
+    where = Location.of(url, options)
     where.remote.delete([f"k{i}/zarr.json" for i in range(60)])
     assert len(shardstore.load_tensors_metadata(url, storage_options=options)) == 60
     assert shardstore.load(state, url, storage_options=options)["k7"][0] == 7.0

@@ -122,7 +122,7 @@ def test_credentials_are_nowhere_to_be_seen(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     bucket = s3_server.new_bucket()
-    place = Location.of(f"s3://{bucket}/step-1", **s3_server.storage_options)
+    place = Location.of(f"s3://{bucket}/step-1", s3_server.storage_options)
     shardstore.save(small_state(2.0), place.place)
     seen = repr(place) + repr(place.place) + str(place) + json.dumps({"url": place.place})
     seen += (
@@ -143,7 +143,7 @@ def test_credentials_are_nowhere_to_be_seen(
     else:
         pytest.fail("a wrong secret was taken")
     for name in s3_server.keys(bucket):
-        seen += repr(Location.of(f"s3://{bucket}", **s3_server.storage_options).read(name))
+        seen += repr(Location.of(f"s3://{bucket}", s3_server.storage_options).read(name))
     for secret in (s3_server.secret, s3_server.key, wrong["secret"], wrong["key"]):
         assert secret not in seen
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -185,10 +186,11 @@ def test_a_silent_server_is_given_up_and_the_next_request_works(
     context: here it is the only one."""
     monkeypatch.setattr(remote, "DEADLINE_S", 1.0)
     monkeypatch.setattr(tensorstore, "REQUESTS", 1)
-    monkeypatch.setattr(tensorstore, "_context", None)
+    fresh = cache(tensorstore.shared_context.__wrapped__)
+    monkeypatch.setattr(tensorstore, "shared_context", fresh)
     with FaultProxy(s3_server.endpoint_url) as proxy:
         server = s3_server.at(proxy.endpoint_url)
-        place = Location.of(f"s3://{server.new_bucket()}/run", **server.storage_options)
+        place = Location.of(f"s3://{server.new_bucket()}/run", server.storage_options)
         place.write("here", b"x")
         io = object_io(place)
         assert isinstance(io, tensorstore.KvStoreIO)
@@ -205,7 +207,7 @@ def test_two_stores_behind_one_url_are_found_out(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, other = s3_server.new_bucket(), s3_server.new_bucket()
-    elsewhere = Location.of(f"s3://{other}/run", **s3_server.storage_options)
+    elsewhere = Location.of(f"s3://{other}/run", s3_server.storage_options)
     monkeypatch.setattr(object_commit, "object_io", lambda place: object_io(elsewhere))
     with pytest.raises(StorageError, match="documents and chunks go to different stores"):
         shardstore.save(state(1), f"s3://{bucket}/run", storage_options=s3_server.storage_options)

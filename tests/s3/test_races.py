@@ -36,7 +36,7 @@ def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple
     def one(number: int) -> str:
         start.wait()
         try:
-            work(number, Location.of(url, **server.storage_options))
+            work(number, Location.of(url, server.storage_options))
         except CheckpointingException as error:
             return str(error)
         return ""
@@ -79,7 +79,7 @@ def test_of_claims_that_all_are_there_the_newest_wins(any_s3_server: S3Server) -
 def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> None:
     """All replace the checkpoint that is there: what is there in the end is all one winner's."""
     url = f"s3://{any_s3_server.new_bucket()}/run/step-1"
-    place = Location.of(url, **any_s3_server.storage_options)
+    place = Location.of(url, any_s3_server.storage_options)
     first = object_commit.begin(place)
     first.put_all([("w/zarr.json", b"first")])
     first.commit([("zarr.json", b"first")], durable=True)
@@ -110,7 +110,7 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
 
 def test_a_late_writer_of_a_dead_attempt_changes_nothing(any_s3_server: S3Server) -> None:
     run = Run.new(any_s3_server, any_s3_server)
-    late = object_commit.begin(Location.of(run.url(1), **run.options))
+    late = object_commit.begin(Location.of(run.url(1), run.options))
     late.put_all([("w/c.0.0", b"first try")])
     run.save(1)
     assert run.version(1) == 1
@@ -130,13 +130,13 @@ def test_a_late_deletion_of_leftovers_takes_nothing_of_a_newer_save(
     """The older attempt has decided what to delete, and its request is long on the way."""
     with FaultProxy(any_s3_server.endpoint_url) as proxy:
         run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
-        dead = object_commit.begin(Location.of(run.url(1), **run.with_direct().options))
+        dead = object_commit.begin(Location.of(run.url(1), run.with_direct().options))
         dead.put_all([("w/c.0.0", b"left over")])
         slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
 
         def older() -> None:
             with contextlib.suppress(CheckpointingException):
-                object_commit.begin(Location.of(run.url(1), **run.options))
+                object_commit.begin(Location.of(run.url(1), run.options))
 
         thread = threading.Thread(target=older)
         thread.start()
@@ -155,7 +155,7 @@ def test_a_deletion_under_way_takes_nothing_of_a_newer_save(any_s3_server: S3Ser
         run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
         run.save(1)
         slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
-        place = Location.of(run.url(1), **run.options)
+        place = Location.of(run.url(1), run.options)
         thread = threading.Thread(target=shardstore.delete_checkpoint, args=(place,))
         thread.start()
         while not slow.hits and thread.is_alive():

@@ -46,7 +46,7 @@ def put_others(place: Place) -> None:
         )
         array[:] = np.arange(8)
     zarr.open_group(f"{place[0]}/val", mode="a", storage_options=options)
-    Location.given(place[0], place[1] or None).write("logs/1", b"log")
+    Location.of(place[0], place[1] or None).write("logs/1", b"log")
 
 
 def assert_others(place: Place) -> None:
@@ -54,7 +54,7 @@ def assert_others(place: Place) -> None:
     for name in ("train.zarr", "old.zarr", "val/x"):
         found = zarr.open_array(f"{place[0]}/{name}", mode="r", storage_options=options)
         assert np.array_equal(found[:], np.arange(8)), name
-    assert Location.given(place[0], place[1] or None).read("logs/1") == b"log"
+    assert Location.of(place[0], place[1] or None).read("logs/1") == b"log"
 
 
 def findings_of(place: Location) -> list[str]:
@@ -79,7 +79,7 @@ def test_they_stay(place: Place, array_documents: bool) -> None:
     assert shardstore.load_plain_tensors(url, storage_options=options)["w"].eq(2).all()
     delete_checkpoint(url, storage_options=options)
     assert_others(place)
-    left = Location.given(url, options)
+    left = Location.of(url, options)
     assert sorted(left.listing()) == ["logs", "old.zarr", "train.zarr", "val"]
 
 
@@ -90,14 +90,14 @@ def test_they_stay_where_a_save_fails(place: Place) -> None:
     with pytest.raises(AccessPatternError):
         shardstore.save(state, url, storage_options=options)
     assert_others(place)
-    assert "w" not in Location.given(url, options).listing()
+    assert "w" not in Location.of(url, options).listing()
 
 
 def test_a_checkpoint_of_arrays_alone_below_stays(place: Place) -> None:
     """What a strategy called by itself commits has no metadata.json to be known by."""
     url, options = place[0], place[1] or None
     shardstore.save(state_of(1), url, storage_options=options)
-    inner = Location.given(url, options).child("inner")
+    inner = Location.of(url, options).child("inner")
     alone = ZarrSaveShardedStrategy("zarr", 2, array_documents=False)
     alone.save(state_of(5), inner.place)
     before = findings_of(inner)
@@ -151,7 +151,7 @@ def test_a_deletion_that_the_store_refuses_for_one_key_is_an_error(
     monkeypatch.undo()
     found = shardstore.load_plain_tensors(url, storage_options=options)
     assert all(tensor.eq(1).all() for tensor in found.values())
-    assert findings_of(Location.given(url, options)) == []
+    assert findings_of(Location.of(url, options)) == []
 
 
 def test_verify_finds_arrays_that_another_program_took_out_of_the_root(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_saved_steps_are_restored(place: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_old_steps_go_and_others_folders_stay(place: tuple[str, dict[str, Any]]) -> None:
-    root = Location.of(place[0], **place[1])
+    root = Location.of(place[0], place[1])
     with managed(place, keep_last=2, keep_every=40, best=1, metric="loss") as manager:
         # Somebody's own save, names that are almost ours, and a file.
         options = {"storage_options": place[1] or None}
@@ -380,7 +380,7 @@ def test_a_step_of_a_store_is_the_base_of_the_next(s3_server: S3Server) -> None:
 
 def test_an_interrupted_save_to_a_store_is_swept(s3_server: S3Server) -> None:
     url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
-    root = Location.of(url, **options)
+    root = Location.of(url, options)
     CheckpointManager(url, storage_options=options).save(1, state_of(1))
     for name in root.child("step-1").remote.walk():
         if name != "zarr.json":

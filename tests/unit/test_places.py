@@ -96,7 +96,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
 
 def test_calls_and_places_do_not_show_their_options() -> None:
     options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
-    place = Location.given("s3://bucket/x", options)
+    place = Location.of("s3://bucket/x", options)
     part = Part(target=place, options=SaveOptions(storage_options=options))
     for one in (
         part,
@@ -111,7 +111,8 @@ def test_calls_and_places_do_not_show_their_options() -> None:
 
 
 def test_a_pickle_has_no_options() -> None:
-    place = Location.of("s3://bucket/x", key="AKOFATRAINER00000", secret="of-a-trainer-123456")
+    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
+    place = Location.of("s3://bucket/x", options)
     copied = pickle.loads(pickle.dumps(place))
     assert copied == place
     assert copied.options == {}

@@ -11,32 +11,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.stores.location import Location
 
 
 class SupersededError(StorageError):
-    """A newer attempt owns the target.
-
-    Attributes:
-        by: a text that names the newer attempt.
-    """
-
-    by = ""
+    """A newer attempt owns the target."""
 
 
-def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointExistsError:
+def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointingException:
     """Return the error for a target that holds a checkpoint, or got one during the save."""
-    what = (
-        "another checkpoint was committed there while this one was being written;"
-        if meanwhile
-        else "and holds a checkpoint;"
-    )
-    return CheckpointExistsError(
-        f"{place.url} already exists{':' if meanwhile else ''} {what} pass overwrite=True to "
-        "replace it, or save elsewhere",
-        url=place.url,
-    )
+    what = " and holds a checkpoint"
+    if meanwhile:
+        what = ": another checkpoint was committed there while this one was being written"
+    text = f" already exists{what}; pass overwrite=True to replace it, or save elsewhere"
+    return place.error(text, CheckpointExistsError)
 
 
 @dataclass(frozen=True)
@@ -54,9 +43,9 @@ class Attempt(ABC):
     overwrite: bool = False
 
     @property
-    @abstractmethod
     def location(self) -> Location:
         """The folder or prefix that this attempt is written to."""
+        return self.target
 
     def check(self) -> None:  # noqa: B027 (no other attempt writes to this attempt's folder)
         """Raise :class:`SupersededError` if a newer attempt took the target over."""

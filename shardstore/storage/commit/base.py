@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -56,17 +56,17 @@ def read_base(location: Location) -> dict[str, bytes]:
     found = {}
     for name in ("zarr.json", MANIFEST_NAME):
         if (text := location.read_range(name)) is None:
-            raise NotACheckpointError(
-                f"base={location.url} has no {name}: it is not a committed checkpoint of backend "
-                "('zarr', 2); leave base out",
-                url=location.url,
+            raise location.error(
+                f" has no {name}: it is not a committed checkpoint of backend ('zarr', 2); leave "
+                "base out",
+                NotACheckpointError,
             )
         found[name] = text
     BaseChunks(location, found)
     return found
 
 
-class BaseChunks:
+class BaseChunks(StoredCheckpoint):
     """The chunks of a base.
 
     Args:
@@ -78,20 +78,19 @@ class BaseChunks:
     """
 
     def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
-        self.location, self._texts = location, texts
+        super().__init__(location, documents=texts)
+        self.arrays, self.manifest  # noqa: B018 (read now, not by each of the threads)
         self.damaged: list[str] = []
-        stored = StoredCheckpoint(location, documents=texts)
-        self._arrays, self._manifest = stored.arrays, stored.manifest
 
     def knows(self, array: ArrayMeta) -> bool:
         """Return whether the base has the same array: grid, data type and codecs."""
-        theirs = self._arrays.get(array.key)
+        theirs = self.arrays.get(array.key)
         return theirs is not None and replace(theirs, shard_shape=array.shard_shape) == array
 
     def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
         """Return the base's record of a chunk if the hashes are equal, else ``None``."""
-        assert self._manifest is not None
-        rows, n = self._manifest.rows(array), array.grid.linear(index)
+        assert self.manifest is not None
+        rows, n = self.manifest.rows(array), array.grid.linear(index)
         if rows is None or rows.digest[n].tobytes() != digest:
             return None
         return ChunkRecord(int(rows.stored[n]), int(rows.crc[n]), digest, rows.running[n].tolist())
@@ -99,7 +98,7 @@ class BaseChunks:
     def damage(self, array: ArrayMeta, index: tuple[int, ...], place: Location) -> str | None:
         """Verify a chunk that was linked or copied to a place. Return a description of its damage,
         ``None`` if it is intact."""
-        size, problem = check_chunk(place, self._arrays[array.key], index, self._manifest)
+        size, problem = check_chunk(place, self.arrays[array.key], index, self.manifest)
         counters.add(bytes_read=size)
         return None if problem is None else problem.text
 
@@ -109,7 +108,7 @@ class BaseChunks:
         Raises:
             StorageError: the store failed.
         """
-        return self.location.read_range("zarr.json") == self._texts["zarr.json"]
+        return self.location.read_range("zarr.json") == self.documents["zarr.json"]
 
     def warn(self) -> None:
         """Log one warning for all damaged chunks."""
@@ -123,64 +122,56 @@ class BaseChunks:
             )
 
 
-def reusing(
-    mover: Writer,
-    base: BaseChunks,
-    attempt: Attempt,
-    manifest: RankManifest,
-    options: SaveOptions,
-) -> Writer:
-    """Return a mover that writes only chunks that the base lacks; ``mover`` if none can be reused.
+@dataclass
+class ReusingMover:
+    """Writer that links or copies the chunks that the base has, and writes the others.
 
-    Args:
+    Attributes:
         mover: writes the other chunks.
         base: the base.
         attempt: the attempt of the save.
         manifest: receives the number of reused bytes.
         options: options of the save.
     """
-    one, other = base.location, attempt.location
-    if one.is_local == other.is_local and (one.is_local or one.remote.is_same_store(other.remote)):
-        adopter = Adopter(one, attempt, base.damaged)
-        return ReusingMover(mover, base, adopter, manifest, options)
-    logger.warning(
-        "chunks of %s cannot be reused at %s, which is another store; all chunks are written",
-        one.url,
-        other.url,
-    )
-    return mover
-
-
-@dataclass
-class ReusingMover:
-    """Writer that reuses chunks, see :func:`reusing`. ``adopter`` links or copies base objects."""
 
     mover: Writer
     base: BaseChunks
-    adopter: Adopter
+    attempt: Attempt
     manifest: RankManifest
     options: SaveOptions
-    _hashing: threading.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        one, other = self.base.location, self.attempt.location
+        self._is_far = not one.is_local
+        self._refused = threading.Event()
+        self._turn, self._checked = threading.Lock(), -1.0
+        self._hashing = threading.Semaphore()
+        if one.is_local != other.is_local or (
+            self._is_far and not one.remote.is_same_store(other.remote)
+        ):
+            self._refused.set()
+            logger.warning(
+                "chunks of %s cannot be reused at %s, which is another store; all chunks are "
+                "written",
+                one.url,
+                other.url,
+            )
 
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
         """See :meth:`Writer.write`."""
-        rest: list[ChunkWrite] = []
-        taken: list[tuple[ChunkWrite, ChunkRecord]] = []
+        taken: dict[str, ChunkRecord] = {}
         # The budget limits the number of chunks in memory.
         largest = max((item.array.chunk_bytes for item in writes), default=1)
         self._hashing = threading.Semaphore(max(1, self.options.budget_bytes // largest))
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
-                record = self._taken_over(item)
-                if record is None:
-                    rest.append(item)
-                else:
-                    taken.append((item, record))
+                if (record := self._taken_over(item)) is not None:
+                    taken[item.name] = record
 
-        far = self.adopter.is_far
+        far = self._is_far
         run_batched(
             writes,
             work,
@@ -193,11 +184,14 @@ class ReusingMover:
                 "%s was replaced or deleted while its chunks were reused; all chunks are written",
                 self.base.location.url,
             )
-            for item, _ in taken:
-                self.adopter.drop(item.name)
-                rest.append(item)
+            for name in taken:
+                self.attempt.location.delete(name)
             taken.clear()
-        for item, record in taken:
+        rest = []
+        for item in writes:
+            if (record := taken.get(item.name)) is None:
+                rest.append(item)
+                continue
             counters.add(bytes_reused=record.stored_bytes)
             self.manifest.reused_bytes += record.stored_bytes
             done(item, record)
@@ -206,73 +200,37 @@ class ReusingMover:
     def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
         """Link or copy a chunk if the base has the same one. Return its record, else ``None``."""
         array, hasher = item.array, xxhash.xxh3_128()
-        if not self.base.knows(array):
+        if self._refused.is_set() or not self.base.knows(array):
             return None
         with self._hashing:
             for piece in pieces(item.data(), array.grid.chunk_shape):
                 hasher.update(piece)
             record = self.base.record(array, item.index, hasher.digest())
-        if record is None:
-            return None
-        tail = CRC.pack(record.crc) if array.has_crc and array.is_plain else None
+        return record if record is not None and self.take(item, record) else None
 
-        def damage() -> str | None:
-            if not self.options.verify_base:
-                return None
-            with self._hashing:
-                return self.base.damage(array, item.index, self.adopter.location)
-
-        taken = self.adopter.take(item.name, record.stored_bytes, tail, damage)
-        return record if taken else None
-
-
-class Adopter:
-    """Links or copies objects of a base to a new checkpoint. It is thread-safe.
-
-    Args:
-        base: the base.
-        attempt: the attempt that writes the new checkpoint, in the same store.
-        damaged: receives a description of each damaged object.
-    """
-
-    def __init__(self, base: Location, attempt: Attempt, damaged: list[str]) -> None:
-        self.location, self.is_far = attempt.location, not base.is_local
-        self._base, self._attempt, self._damaged = base, attempt, damaged
-        self._refused = threading.Event()
-        self._turn = threading.Lock()
-        self._checked = -1.0
-
-    def take(
-        self,
-        name: str,
-        stored_bytes: int,
-        tail: bytes | None,
-        damage: Callable[[], str | None] = lambda: None,
-    ) -> bool:
-        """Link or copy an object, and check the result, because the base may change at any time.
+    def take(self, item: ChunkWrite, record: ChunkRecord) -> bool:
+        """Link or copy a chunk, and check the result, because the base may change at any time.
 
         Args:
-            name: name of the object below both places.
-            stored_bytes: its size.
-            tail: its last four bytes; ``None`` if they are unknown.
-            damage: verifies the object and returns a description of its damage, else ``None``.
+            item: the chunk.
+            record: the base's record of it.
 
         Returns:
-            Whether the object was reused. If not, the caller must write it.
+            Whether the chunk was reused. If not, the caller must write it.
 
         Raises:
             SupersededError: a newer attempt owns the target.
             StorageError: a damaged copy could not be removed.
         """
-        if self._refused.is_set() or stored_bytes < (LEAST_COPIED if self.is_far else CRC_BYTES):
+        name, far = item.name, self._is_far
+        if record.stored_bytes < (LEAST_COPIED if far else CRC_BYTES):
             return False
         taken = False
         try:
-            taken = self._copy(name) if self.is_far else self._link(name)
+            taken = self._copy(name) if far else self._link(name)
             if not taken:
                 return False
-            end = self.location.read_range(name, stored_bytes - CRC_BYTES, stored_bytes + 1)
-            wrong = _damage(end or b"", stored_bytes, tail) or damage()
+            wrong = self._damage(item, record)
             if wrong is None:
                 return True
         except SupersededError:
@@ -285,37 +243,47 @@ class Adopter:
                 self._refused.set()
                 logger.warning(
                     "chunks of %s cannot be %s to %s (%s); they are written",
-                    self._base.url,
-                    "copied" if self.is_far else "linked",
-                    self.location.url,
+                    self.base.location.url,
+                    "copied" if far else "linked",
+                    self.attempt.location.url,
                     error.strerror or error,
                 )
         if wrong is not None:
-            self._damaged.append(f"{name}, which {wrong}")
+            self.base.damaged.append(f"{name}, which {wrong}")
         if taken:
-            self.drop(name)
+            # No write may go through a link into the base.
+            self.attempt.location.delete(name)
         return False
 
-    def drop(self, name: str) -> None:
-        """Remove a linked or copied object, so that no write goes through a link into the base."""
-        self.location.delete(name)
+    def _damage(self, item: ChunkWrite, record: ChunkRecord) -> str | None:
+        """Describe the damage of a linked or copied chunk: by the bytes at its expected end, and by
+        all its bytes if the options ask for it; ``None`` if it is intact."""
+        array, size, location = item.array, record.stored_bytes, self.attempt.location
+        end = location.read_range(item.name, size - CRC_BYTES, size + 1) or b""
+        if len(end) != CRC_BYTES:
+            more = "more" if len(end) > CRC_BYTES else "fewer"
+            return f"has {more} than its {size} bytes"
+        if array.has_crc and array.is_plain and end != CRC.pack(record.crc):
+            return "ends in another checksum than when it was written"
+        if not self.options.verify_base:
+            return None
+        with self._hashing:
+            return self.base.damage(array, item.index, location)
 
     def _link(self, name: str) -> bool:
         """Make a hard link, unless the new checkpoint has a file of this name. Return whether it
         was made. Symbolic links are not reused: they may lead out of the base."""
-        source, target = f"{self._base.url}/{name}", f"{self.location.url}/{name}"
+        place = self.attempt.location
+        source, target = f"{self.base.location.url}/{name}", f"{place.url}/{name}"
+        with suppress(FileExistsError):  # another thread or rank created it first
+            os.mkdir(os.path.dirname(target))
         try:
-            try:
-                os.link(source, target, follow_symlinks=False)
-            except FileNotFoundError:
-                with suppress(FileExistsError):  # another thread or rank created it first
-                    os.mkdir(os.path.dirname(target))
-                os.link(source, target, follow_symlinks=False)
+            os.link(source, target, follow_symlinks=False)
         except FileExistsError:
             return False
         if stat.S_ISREG(os.lstat(target).st_mode):
             return True
-        self.drop(name)
+        place.delete(name)
         return False
 
     def _copy(self, name: str) -> bool:
@@ -326,16 +294,6 @@ class Adopter:
         with self._turn:
             if self._checked < asked:
                 begun = time.monotonic()
-                self._attempt.check()
+                self.attempt.check()
                 self._checked = begun
-        return self.location.remote.copy_from(self._base.remote, name, name, create=True)
-
-
-def _damage(found: bytes, stored_bytes: int, tail: bytes | None) -> str | None:
-    """Describe an object's damage by the bytes at its expected end; ``None`` if it is intact."""
-    if len(found) != CRC_BYTES:
-        more = "more" if len(found) > CRC_BYTES else "fewer"
-        return f"has {more} than its {stored_bytes} bytes"
-    return (
-        "ends in another checksum than when it was written" if tail not in (None, found) else None
-    )
+        return self.attempt.location.remote.copy_from(self.base.location.remote, name)

@@ -38,10 +38,10 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
         StorageError: the store failed.
     """
     if options.overwrite and node_type(place) == "array":
-        raise CheckpointExistsError(
-            f"{place.url} is a single array, not a checkpoint, and is not overwritten: give the "
-            "folder of a checkpoint, or save elsewhere",
-            url=place.url,
+        raise place.error(
+            " is a single array, not a checkpoint, and is not overwritten: give the folder of a "
+            "checkpoint, or save elsewhere",
+            CheckpointExistsError,
         )
     if place.is_local:
         return folder.begin(place, overwrite=options.overwrite)
@@ -102,7 +102,7 @@ def sweep(
         StorageError: the store failed.
     """
     require_bool("dry_run", dry_run)
-    place = Location.given(root, storage_options)
+    place = Location.of(root, storage_options)
     place.require_no_file()
     if place.is_local:
         return _sweep_folders(place, older_than, dry_run)
@@ -122,9 +122,10 @@ def latest(
     Raises:
         StorageError: the store failed.
     """
-    place = Location.given(root, storage_options)
+    place = Location.of(root, storage_options)
     place.require_no_file()
-    for name in sorted(place.listing(), key=_natural, reverse=True):
+    names = [([*map(int, re.findall(r"\d+", name))], name) for name in place.listing()]
+    for _, name in sorted(names, reverse=True):
         if not name.startswith(".") and place.is_dir(name) and is_checkpoint(place.child(name)):
             return place.child(name).url
     return None
@@ -145,16 +146,12 @@ def delete_checkpoint(
         StorageError: the store failed, or another process claimed the place before anything was
             deleted.
     """
-    location = Location.given(place, storage_options)
+    location = Location.of(place, storage_options)
     if not is_checkpoint(location):
         instead = what_else(location)
         found = f"is {instead}, not a checkpoint" if instead else "is not a distributed checkpoint"
-        raise NotACheckpointError(f"{location.url} {found}; nothing was deleted", url=location.url)
+        raise location.error(f" {found}; nothing was deleted", NotACheckpointError)
     (folder if location.is_local else objects).delete(location)
-
-
-def _natural(name: str) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall(r"\d+", name)], name
 
 
 def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
@@ -215,13 +212,11 @@ def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Lef
 def _sweep_folders(place: Location, older_than: timedelta, dry_run: bool) -> list[Leftover]:
     found = []
     for top, names, _ in os.walk(place.url):
-        if not any(".attempt-" in name for name in names):
-            continue
         lefts = list(folder.leftovers(top, older_than=older_than))
         names[:] = {*names} - {left.location.name for left in lefts}
         for left in lefts:
-            files = [p for p in folder.paths(left.location.url) if not os.path.isdir(p)]
-            size = sum(os.lstat(path).st_size for path in files)
+            files = [path for path in left.location.path.rglob("*") if not path.is_dir()]
+            size = sum(path.lstat().st_size for path in files)
             found.append(Leftover(left.location.url, len(files), size, "attempt"))
             if not dry_run:
                 folder.sweep(left)

@@ -85,11 +85,10 @@ class FolderAttempt(Attempt):
         deadline = time.monotonic() + SEEN_S
         while not self.location.exists(OWNER_NAME):
             if time.monotonic() > deadline:
-                raise StorageError(
+                raise self.target.error(
+                    " is not on a file system that all ranks share: "
                     f"{self.location.url}, which the coordinator of this save created, is missing "
-                    f"on {socket.gethostname()}: {self.target.url} is not on a file system that "
-                    "all ranks share; save to one that is, or to an object store",
-                    url=self.target.url,
+                    f"on {socket.gethostname()}; save to one that is, or to an object store"
                 )
             time.sleep(POLL_S)
 
@@ -143,11 +142,10 @@ class FolderAttempt(Attempt):
             if durable:
                 fsync(os.path.dirname(target))
         except OSError as error:
-            raise StorageError(
-                f"{target} is committed and can be loaded, but syncing {os.path.dirname(target)} "
-                f"failed ({error.strerror}): after a power cut it may be gone. Check the disk, and "
-                "save again elsewhere",
-                url=target,
+            raise self.target.error(
+                f" is committed and can be loaded, but syncing {os.path.dirname(target)} failed "
+                f"({error.strerror}): after a power cut it may be gone. Check the disk, and save "
+                "again elsewhere"
             ) from error
         finally:
             self.abandon(durable=durable)
@@ -291,16 +289,16 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
     target = Location.of(os.path.realpath(place.url))
     there = target.exists()
     if there and not target.is_dir():
-        raise CheckpointExistsError(
-            f"{target.url} is a file; give a folder's path to save to", url=target.url
-        )
-    wrong = ""
+        raise target.error(" is a file; give a folder's path to save to", CheckpointExistsError)
     if os.path.ismount(target.url):
-        wrong = "a mount point, which cannot be replaced in one step"
-    elif there and os.path.samefile(target.url, os.curdir):
-        wrong = "the working directory of this process, which the save would replace"
-    if wrong:
-        raise StorageError(f"{target.url} is {wrong}; save to a folder below it", url=target.url)
+        raise target.error(
+            " is a mount point, which cannot be replaced in one step; save to a folder below it"
+        )
+    if there and os.path.samefile(target.url, os.curdir):
+        raise target.error(
+            " is the working directory of this process, which the save would replace; save to a "
+            "folder below it"
+        )
     if _is_taken(target) and not overwrite:
         raise exists_error(target)
     for left in leftovers(*os.path.split(target.url)):
@@ -373,16 +371,11 @@ def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
     if found["machine"] == _machine():
         return _start_of(int(found["pid"])) != found["started"]
     try:
-        written = max(os.lstat(path).st_mtime for path in (url, *paths(url)))
+        top = Path(url)
+        written = max(path.lstat().st_mtime for path in (top, *top.rglob("*")))
     except OSError:  # another process is changing the folder
         return False
     return written < time.time() - older_than.total_seconds()
-
-
-def paths(top: str) -> Iterator[str]:
-    """Yield the paths of all files and folders below a folder."""
-    for above, folders, files in os.walk(top):
-        yield from (os.path.join(above, name) for name in (*folders, *files))
 
 
 def _fresh_id() -> str:

@@ -95,13 +95,10 @@ def instead(location: Location) -> str | None:
     Callers already handle another error, so errors of the store are ignored.
     """
     try:
-        is_file = location.is_local and location.path.is_file()
-        return _file(location) if is_file else _folder(location)
+        if not location.is_local or not location.path.is_file():
+            return _folder(location)
     except (CheckpointingException, OSError, NotImplementedError):
         return None
-
-
-def _file(location: Location) -> str | None:
     if location.name.endswith(".safetensors"):
         return f"it is a safetensors file: {_convert(location)}"
     if location.name.endswith(_TORCH):
@@ -146,12 +143,12 @@ def is_checkpoint(location: Location) -> bool:
     another program.
     """
     if location.is_local:
-        has_config = location.exists(CONFIG_NAME)
-        committed = has_config or location.exists("zarr.json")
+        names = [name for name in (CONFIG_NAME, "zarr.json") if location.exists(name)]
+        committed = bool(names)
     else:
         names = location.listing()
-        has_config, committed = CONFIG_NAME in names, is_committed(location, names)
-    return committed and (has_config or what_else(location) is None)
+        committed = is_committed(location, names)
+    return committed and (CONFIG_NAME in names or what_else(location) is None)
 
 
 def is_committed(location: Location, names: Collection[str] | None = None) -> bool:

@@ -82,7 +82,10 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
         for first, below, rest in parts
         if below and rest[:1] in ("", "c") and _CHUNK.fullmatch(rest)
     }
-    ours = set(_announced(location, names))
+    ours: set[str] = set()
+    for name in filter(_NODES.fullmatch, names):  # what attempts announced
+        with suppress(FileNotFoundError, ValueError):
+            ours |= {node for node in json.loads(location.read(name)) if isinstance(node, str)}
     # The manifest still lists the arrays after an interrupted deletion removed the root.
     described = _described(location)
     while not unknown <= ours and (nodes := next(described, None)) is not None:
@@ -124,15 +127,6 @@ def _described(location: Location) -> Iterator[set[str]]:
     with suppress(DamagedCheckpointError):
         if (manifest := stored.manifest) is not None:
             yield {node for node, _, _ in manifest.arrays}
-
-
-def _announced(location: Location, names: Iterable[str]) -> Iterator[str]:
-    for name in filter(_NODES.fullmatch, names):
-        try:
-            nodes = json.loads(location.read(name))
-        except (FileNotFoundError, ValueError):
-            continue
-        yield from (node for node in nodes if isinstance(node, str))
 
 
 def own_names(
@@ -232,31 +226,29 @@ def check_integrity(location: Location) -> None:
         DamagedCheckpointError: a file is missing or differs, or the document is malformed.
         StorageError: the store failed.
     """
-    url = f"{location.url}/{INTEGRITY_NAME}"
+    place = location.child(INTEGRITY_NAME)
     try:
         document = json.loads(location.read(INTEGRITY_NAME))
         algorithm, files = document["algorithm"], dict(document["files"])
     except FileNotFoundError:
-        raise NotACheckpointError(
-            f"{url} is missing: save with verify_integrity=True, or load without it",
-            url=url,
-        ) from None
+        how = " is missing: save with verify_integrity=True, or load without it"
+        raise place.error(how, NotACheckpointError) from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{url} cannot be read ({error})", url=url) from error
+        raise place.error(f" cannot be read ({error})", DamagedCheckpointError) from error
     if algorithm != "sha256":
-        raise FormatVersionError(f"{url} has {algorithm!r} hashes; only sha256 is known", url=url)
+        raise place.error(f" has {algorithm!r} hashes; only sha256 is known", FormatVersionError)
     wrong = []
     for name, expected in files.items():
-        found = _sha256(location, require_inside(name, url))
+        found = _sha256(location, require_inside(name, place.url))
         if found is None:
             wrong.append(f"{name} is missing")
         elif found != expected:
             wrong.append(f"{name} has the SHA-256 {found:.16}..., expected {expected!s:.16}...")
     if wrong:
-        raise DamagedCheckpointError(
-            f"{location.url}: {len(wrong)} of {len(files)} files do not match {INTEGRITY_NAME}: "
+        raise location.error(
+            f": {len(wrong)} of {len(files)} files do not match {INTEGRITY_NAME}: "
             f"{'; '.join(wrong[:8])}; load an earlier checkpoint",
-            url=location.url,
+            DamagedCheckpointError,
         )
 
 

@@ -69,11 +69,6 @@ class ObjectAttempt(Attempt):
     """
 
     @property
-    def location(self) -> Location:
-        """The target itself."""
-        return self.target
-
-    @property
     def number(self) -> int:
         """The number of the claim."""
         return int(self.id.partition("-")[0])
@@ -112,27 +107,24 @@ class ObjectAttempt(Attempt):
             return "another attempt, which is finished"
         return None
 
-    def _superseded(self, by: str) -> SupersededError:
-        error = SupersededError(
-            f"the save to {self.target.url} (attempt {self.id}) was given up: the target belongs "
-            f"to {by}. If several saves write to one place, only the newest continues; save "
+    def _superseded(self, by: str) -> CheckpointingException:
+        return self.target.error(
+            f": the save or deletion (attempt {self.id}) was given up: the place belongs to {by}. "
+            "If several saves or deletions are at one place, only the newest continues; save "
             "elsewhere, or one after the other",
-            url=self.target.url,
+            SupersededError,
         )
-        error.by = by
-        return error
 
     def require_seen(self) -> None:
         """See :meth:`Attempt.require_seen`."""
         found = _read_claim(self.target, self.number).get("id")
         if found != self.id:
             there = "another claim" if found else "no claim"
-            raise StorageError(
-                f"the coordinator began this save with claim {self.number:06d} of attempt "
-                f"{self.id}, but this rank finds {there} of that number at {self.target.url}: "
-                "the ranks' stores differ. Compare endpoint and credentials of the ranks "
-                "(storage_options, AWS_ENDPOINT_URL and other variables of the environment)",
-                url=self.target.url,
+            raise self.target.error(
+                f": the coordinator began this save with claim {self.number:06d} of attempt "
+                f"{self.id}, but this rank finds {there} of that number: the ranks' stores differ. "
+                "Compare endpoint and credentials of the ranks (storage_options, AWS_ENDPOINT_URL "
+                "and other variables of the environment)"
             )
 
     # -- what ranks write ----------------------------------------------------------------------
@@ -163,9 +155,7 @@ class ObjectAttempt(Attempt):
                 :meth:`abandon` removes nothing.
         """
         if not documents:
-            raise StorageError(
-                f"the save to {self.target.url} has no document to commit", url=self.target.url
-            )
+            raise self.target.error(" has no document to commit")
         name, data = documents[-1]
         try:
             # These writes come before the check, so that the commit follows it at once.
@@ -179,12 +169,11 @@ class ObjectAttempt(Attempt):
                 raise exists_error(self.target, meanwhile=True)
             names = self._look_once_more(name, data)
         except _UndecidedError as open_:
-            raise StorageError(
-                f"whether {self.target.url} was committed is not known: {open_.message}. The store "
-                "may have committed it or may still do so; the checkpoint is then complete, "
-                "because nothing was removed. Look for it (shardstore ls). If it is not there, "
-                "save again; overwrite=True replaces it if it is",
-                url=self.target.url,
+            raise self.target.error(
+                f": whether the save was committed is not known: {open_.message}. The store may "
+                "have committed it or may still do so; the checkpoint is then complete, because "
+                "nothing was removed. Look for it (shardstore ls). If it is not there, save again; "
+                "overwrite=True replaces it if it is"
             ) from open_.__cause__
         except CheckpointingException:
             self._settle_commit()
@@ -345,8 +334,7 @@ class ObjectAttempt(Attempt):
         with contextlib.suppress(StorageError, FileNotFoundError):
             names = self.target.remote.walk()
             if self.mark("committing") not in names and not self.clear(remains(self.target, names)):
-                said = self.mark("nodes-")
-                self.withdraw([name for name in names if name.startswith(said)])
+                self.withdraw([name for name in names if name.startswith(self.mark("nodes-"))])
 
     def withdraw(self, marks: Sequence[str] = ()) -> None:
         """Remove this claim, its mark ``committing`` and the given marks. Other claims stay."""
@@ -427,10 +415,9 @@ def claimed(
         if _read_claim(place, number).get("id") == attempt.id:
             return attempt
         if time.monotonic() > deadline:
-            raise StorageError(
-                f"claiming {place.url} failed: the store says that {attempt.mark('json')} "
-                "exists, but does not list it; saves need a store whose listings are up to date",
-                url=place.url,
+            raise place.error(
+                f": the store says that {attempt.mark('json')} exists, but does not list it; saves "
+                "need a store whose listings are up to date"
             )
 
 
@@ -493,22 +480,20 @@ def _require_conditions(place: Location) -> None:
         with contextlib.suppress(StorageError):
             store.delete([probe])
     if apart:
-        raise StorageError(
-            f"{place.url}: documents and chunks go to different stores, because two clients use "
-            "different endpoints: give the endpoint in storage_options, and look for AWS_* "
-            "variables and profiles that name another",
-            url=place.url,
+        raise place.error(
+            ": documents and chunks go to different stores, because two clients use different "
+            "endpoints: give the endpoint in storage_options, and look for AWS_* variables and "
+            "profiles that name another"
         )
     if second:
         condition, but = "the condition that an object must be new", ""
         if scheme in ("s3", "s3a"):
             condition = "If-None-Match"
             but = " (Ceph's gateway honours it only in a bucket without versioning)"
-        raise StorageError(
-            f"{place.url}: the store ignores {condition} (it created one object twice), so that "
-            "two saves to one place could mix their data; use a store that honours it"
-            f"{but}, or pass allow_unconditional=True if two saves never write to one place",
-            url=place.url,
+        raise place.error(
+            f": the store ignores {condition} (it created one object twice), so that two saves to "
+            f"one place could mix their data; use a store that honours it{but}, or pass "
+            "allow_unconditional=True if two saves never write to one place"
         )
     if first:
         _honest.add(known)
@@ -530,19 +515,14 @@ def delete(place: Location) -> None:
         names = remains(place, attempt.settled_names())
         place.remote.write(DELETING, b"")
         by = attempt.clear(names)
-    except SupersededError as error:
+    except BaseException as error:
         with contextlib.suppress(StorageError):
-            place.remote.delete([DELETING])
+            if isinstance(error, SupersededError):
+                place.remote.delete([DELETING])
             attempt.withdraw()
-        raise StorageError(
-            f"{place.url} was not deleted: the place was claimed in the meantime by {error.by}. "
-            "Delete it again after that attempt has finished",
-            url=place.url,
-        ) from error
-    except BaseException:
-        with contextlib.suppress(StorageError):
-            attempt.withdraw()
-        raise
+        if not isinstance(error, SupersededError):
+            raise
+        raise place.error(f" was not deleted: {error.message}") from error
     if by is None:
         attempt.withdraw_all()
     else:

@@ -115,8 +115,7 @@ class Files:
         """Write the collected files. Raises the errors of :meth:`put`."""
         kept, self._kept = self._kept, []
         self._kept_bytes = 0
-        if kept:
-            self._attempt.put_all(kept)
+        self._attempt.put_all(kept)
 
 
 def note_arrays(

@@ -34,9 +34,9 @@ from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
     ObjectIO,
+    begin_create,
     object_io,
     run_requests,
-    settle,
 )
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
@@ -85,10 +85,9 @@ def write_objects(
         yield _held_bytes(item), packing, item.array.chunk_bytes
         chunk = EncodedChunk(item.array, item.data())
         (parts,) = chunk
-        is_new = io.begin_put(item.name, parts, create=True)
+        create = begin_create(io, location, item.name, parts, require_own)
         yield None
-        if not is_new():
-            settle(io, location, item.name, parts, require_own)
+        create()
         counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
         with lock:
             done(item, chunk.record)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from shardstore.errors import StorageError
@@ -46,23 +47,20 @@ signed text."""
 _hidden: set[str] = set()
 
 
-class _Hiding:
-    """Log record factory that wraps another one and removes credentials from the records of the
-    client libraries.
+def _hidden_record(
+    make: Callable[..., logging.LogRecord], *args: Any, **kwargs: Any
+) -> logging.LogRecord:
+    """Make a log record by another factory, and remove credentials from the records of the client
+    libraries.
 
     A filter does not suffice: the filters of a logger do not see the records of its child loggers,
     and libraries create child loggers at any time.
     """
-
-    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
-        self._make = make
-
-    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = self._make(*args, **kwargs)
-        if record.name.startswith(LIBRARIES):
-            with suppress(Exception):  # a malformed record: its handler reports the error
-                _hide(record)
-        return record
+    record = make(*args, **kwargs)
+    if record.name.startswith(LIBRARIES):
+        with suppress(Exception):  # a malformed record: its handler reports the error
+            _hide(record)
+    return record
 
 
 def _hide(record: logging.LogRecord) -> None:
@@ -89,8 +87,8 @@ def keep_quiet_about(options: Mapping[str, Any], *found: str | None) -> None:
     given += [os.environ.get(name.upper()) for name in CLIENT_OPTIONS]
     _learn([*given, *found])
     make = logging.getLogRecordFactory()
-    if not isinstance(make, _Hiding):
-        logging.setLogRecordFactory(_Hiding(make))
+    if getattr(make, "func", None) is not _hidden_record:
+        logging.setLogRecordFactory(partial(_hidden_record, make))
 
 
 def _learn(values: Iterable[object]) -> None:
@@ -104,14 +102,6 @@ def _learn(values: Iterable[object]) -> None:
 def scrub(error: BaseException) -> None:
     """Remove everything that repeats credentials from an error of a client library, and from its
     causes and contexts."""
-    for one in _chain(error):
-        response = getattr(one, "response", None)
-        if isinstance(response, dict) and isinstance(response.get("Error"), dict):
-            said = response["Error"]
-            response["Error"] = {name: said[name] for name in _TOLD if name in said}
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -119,8 +109,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        yield one
         waiting += [one.__cause__, one.__context__]
+        response = getattr(one, "response", None)
+        if isinstance(response, dict) and isinstance(response.get("Error"), dict):
+            said = response["Error"]
+            response["Error"] = {name: said[name] for name in _TOLD if name in said}
 
 
 _DENIED = (
@@ -132,25 +125,16 @@ _REGION = (
 )
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
 _REMEDIES = {
-    "NoSuchBucket": _NO_BUCKET,
-    "InvalidBucketName": "the bucket's name is not valid: correct the URL",
-    "AccessDenied": _DENIED,
-    "AllAccessDisabled": _DENIED,
-    "InvalidAccessKeyId": _DENIED,
-    "SignatureDoesNotMatch": _DENIED,
-    "InvalidToken": _DENIED,
-    "ExpiredToken": _DENIED,
-    "Forbidden": _DENIED,
-    "403": _DENIED,
-    "401": _DENIED,
-    "AuthorizationHeaderMalformed": _REGION,
-    "PermanentRedirect": _REGION,
+    **dict.fromkeys(("NoSuchBucket", "404"), _NO_BUCKET),
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "Forbidden", "401", "403"), _DENIED),
+    **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _DENIED),
+    **dict.fromkeys(("InvalidToken", "ExpiredToken"), _DENIED),
+    **dict.fromkeys(("AuthorizationHeaderMalformed", "PermanentRedirect", "301"), _REGION),
     "IllegalLocationConstraintException": _REGION,
-    "301": _REGION,
+    "InvalidBucketName": "the bucket's name is not valid: correct the URL",
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     "503": "the store is overloaded, or down: try again later",
-    "404": _NO_BUCKET,
     "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
@@ -169,9 +153,6 @@ _DENIED_ELSEWHERE = (
     "what they are allowed to do there"
 )
 
-_OF_READS = {
-    "SlowDown": "the store is overloaded: try again later, or with fewer ranks at a time",
-}
 _READING = ("reading", "looking for", "listing")
 
 
@@ -181,6 +162,11 @@ def no_answer(url: str) -> str:
     return f"the store does not answer: check the endpoint ({named}) and the network"
 
 
+def too_late(url: str, seconds: float) -> StorageError:
+    """Return the error for a request that had no answer within its deadline."""
+    return StorageError(f"{url}: no answer within {seconds:.0f} s; {no_answer(url)}", url=url)
+
+
 def remedy(code: str | None, doing: str = "") -> str:
     """Return the advice for an error that the store returned.
 
@@ -188,18 +174,18 @@ def remedy(code: str | None, doing: str = "") -> str:
         code: the store's error code, or the HTTP status.
         doing: the operation that failed. Reads get no advice about saves.
     """
-    found = _OF_READS.get(code or "") if doing in _READING else None
-    return found or _REMEDIES.get(code or "", "see the store's error message")
+    if code == "SlowDown" and doing in _READING:
+        return "the store is overloaded: try again later, or with fewer ranks at a time"
+    return _REMEDIES.get(code or "", "see the store's error message")
 
 
-def explained(doing: str, url: str, error: BaseException, **about: Any) -> StorageError:
+def explained(doing: str, url: str, error: BaseException) -> StorageError:
     """Return a :class:`StorageError` with a remedy for an error of a store's library.
 
     Args:
         doing: the operation that failed, such as ``reading``.
         url: URL of the document or object.
         error: the error of the library; its credentials are removed.
-        about: further attributes of the error.
     """
     scrub(error)
     code = code_of(error)
@@ -215,8 +201,6 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
         advice = _DENIED if _is_s3(url) else _DENIED_ELSEWHERE
     elif isinstance(error, FileNotFoundError):
         advice = _NOT_THERE
-    elif isinstance(error, TypeError):
-        advice = "check the names of the storage options, which are those of fsspec's file system"
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
         or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))
@@ -225,7 +209,7 @@ def explained(doing: str, url: str, error: BaseException, **about: Any) -> Stora
     else:
         advice = "check the URL and the storage options"
     shown = f"{code}: {text}" if code and code not in text else text
-    failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url, **about)
+    failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url)
     failure.errno = getattr(error, "errno", None)
     return failure
 
@@ -237,13 +221,17 @@ def _is_s3(url: str) -> bool:
 def code_of(error: BaseException | None) -> str | None:
     """Return the store's error code (Amazon S3 API, "Error responses"); ``None`` if the error has
     none."""
+    code = _answer(error).get("Error", {}).get("Code")
+    return None if code is None else str(code)
+
+
+def _answer(error: BaseException | None) -> dict[str, Any]:
+    """Return the store's answer, which botocore keeps in its error; empty if there is none."""
     while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            code = response.get("Error", {}).get("Code")
-            return None if code is None else str(code)
+        if isinstance(found := getattr(error, "response", None), dict):
+            return found
         error = error.__cause__
-    return None
+    return {}
 
 
 def is_refusal(failure: BaseException) -> bool:
@@ -257,18 +245,18 @@ def is_refusal(failure: BaseException) -> bool:
     Args:
         failure: the error of the store's library, or the :class:`StorageError` that it caused.
     """
-    error: BaseException | None = failure
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            if code_of(error) == "SlowDown":
-                return True
-            about = response.get("ResponseMetadata") or {}
-            return _is_4xx(about.get("HTTPStatusCode")) and not about.get("RetryAttempts")
+    if answer := _answer(failure):
+        about = answer.get("ResponseMetadata") or {}
+        is_last = _is_4xx(about.get("HTTPStatusCode")) and not about.get("RetryAttempts")
+        return is_last or code_of(failure) == "SlowDown"
+    last: BaseException = failure
+    while True:
         # adlfs; gcsfs
-        if _is_4xx(getattr(error, "status_code", None)) or _is_4xx(getattr(error, "code", None)):
+        if _is_4xx(getattr(last, "status_code", None)) or _is_4xx(getattr(last, "code", None)):
             return True
-        last, error = error, error.__cause__
+        if last.__cause__ is None:
+            break
+        last = last.__cause__
     if isinstance(last, ConnectionError | TimeoutError):
         return False
     return isinstance(last, PermissionError) or getattr(last, "errno", None) is not None

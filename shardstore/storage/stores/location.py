@@ -59,13 +59,13 @@ def url_of(place: object) -> str:
         scheme, rest = parts["scheme"], parts["rest"].strip("/")
         # A secret key may contain slashes; bucket names contain no colon, except for ARNs.
         has_credentials = scheme in _OF_BUCKETS and bool(re.match(r"(?!arn:)[^/]*:", rest))
-        if has_credentials:
-            raise ArgumentError(
-                f"the place of a checkpoint, {scheme}://***, has a colon where the name of the "
-                "bucket is expected: credentials are no part of such a URL; give them as "
-                "storage_options={'key': ..., 'secret': ...}, or as AWS_* variables or a profile",
-                url=f"{scheme}://***",
-            )
+        _require(
+            not has_credentials,
+            f"{scheme}://***",
+            "has a colon where the name of the bucket is expected: credentials are no part of such "
+            "a URL; give them as storage_options={'key': ..., 'secret': ...}, or as AWS_* "
+            "variables or a profile",
+        )
         named = bool(rest) or scheme == "memory"  # memory:// has no buckets
         _require(named, place, "names no bucket; give a URL such as s3://bucket/run/step-100")
         parts_wrong = scheme in _OF_BUCKETS and not {"", ".", ".."}.isdisjoint(rest.split("/"))
@@ -147,9 +147,8 @@ def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[No
             raise
         remedy = _REMEDIES.get(error.errno, "check the disk and the system log")
         about = f" for key {key!r}" if key is not None else ""
-        failure = StorageError(
-            f"{doing} {url}{about} failed: {os.strerror(error.errno)}; {remedy}", key=key, url=url
-        )
+        text = f"{doing} {url}{about} failed: {os.strerror(error.errno)}; {remedy}"
+        failure = StorageError(text, key=key, url=url)
         failure.errno = error.errno
         raise failure from error
 
@@ -206,21 +205,6 @@ def fsync(path: str) -> None:
         os.close(fd)
 
 
-def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a caller's storage options as a dict, empty for ``None``.
-
-    Raises:
-        ArgumentError: ``options`` is not a mapping.
-    """
-    if options is not None and not isinstance(options, Mapping):
-        raise ArgumentError(
-            # The text does not show the value, which may contain a secret.
-            f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
-            f"not of type {type(options).__name__}"
-        )
-    return dict(options or {})
-
-
 class StoreUrl(str):
     """A URL string that carries its storage options.
 
@@ -252,30 +236,29 @@ class Location:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, place: str | os.PathLike[str] | Location, **options: Any) -> Location:
-        """Return a location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
-        location; ``options`` are storage options of fsspec. A leading ``~`` is the home folder.
-
-        Raises:
-            ArgumentError: ``place`` is neither a path nor a supported URL.
-        """
-        if isinstance(place, Location):
-            return cls(place.url, {**place.options, **options}) if options else place
-        if isinstance(place, StoreUrl):
-            options = {**place.options, **options}
-        return cls(url_of(place), options)
-
-    @classmethod
-    def given(
-        cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None
+    def of(
+        cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None = None
     ) -> Location:
-        """Return :meth:`of` with a caller's storage options, which may be ``None``.
+        """Return a location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
+        location. A leading ``~`` is the home folder.
+
+        Args:
+            place: path, URL or location.
+            options: storage options of fsspec, in addition to those of ``place``.
 
         Raises:
             ArgumentError: ``place`` is neither a path nor a supported URL, or ``options`` is not a
                 mapping.
         """
-        return cls.of(place, **given_options(options))
+        if not isinstance(options, Mapping | None):
+            raise ArgumentError(
+                # The text does not show the value, which may contain a secret.
+                f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
+                f"not of type {type(options).__name__}"
+            )
+        own = place.options if isinstance(place, Location | StoreUrl) else {}
+        url = place.url if isinstance(place, Location) else url_of(place)
+        return cls(url, {**own, **(options or {})})
 
     @property
     def is_local(self) -> bool:
@@ -300,29 +283,20 @@ class Location:
             StorageError: fsspec does not know the store, or its package is missing.
         """
         # Imported here: local checkpoints do not need fsspec and its dependencies.
-        from shardstore.storage.stores.remote import remote_store
+        from shardstore.storage.stores.remote import RemoteStore
 
-        return remote_store(self.url, self.options)
+        return RemoteStore(self.url, self.options)
 
-    def require_local(self, what: str) -> None:
-        """Raise :class:`StorageError` for an object store.
-
-        Args:
-            what: name of the operation that needs a local folder, for the error text.
-        """
-        if not self.is_local:
-            raise StorageError(
-                f"{what} takes local folders only, not {self.url}: copy it to a disk first",
-                url=self.url,
-            )
+    def error(
+        self, text: str, kind: type[CheckpointingException] = StorageError
+    ) -> CheckpointingException:
+        """Return an error about this location. Its message is the URL, followed by ``text``."""
+        return kind(f"{self.url}{text}", url=self.url)
 
     def require_no_file(self) -> None:
         """Raise :class:`StorageError` if the location is a file instead of a folder."""
         if self.is_local and os.path.isfile(self.url):
-            raise StorageError(
-                f"{self.url} is a file; give the folder below which checkpoints are saved",
-                url=self.url,
-            )
+            raise self.error(" is a file; give the folder below which checkpoints are saved")
 
     @property
     def path(self) -> Path:
@@ -379,11 +353,9 @@ class Location:
         with store_errors("reading", path):
             try:
                 with open(open_regular(path), "rb") as file:
-                    if stop is None:
-                        return file.read()
                     size = os.fstat(file.fileno()).st_size
                     file.seek(min(start, size))
-                    return file.read(max(0, min(stop, size) - start))
+                    return file.read(max(0, (size if stop is None else min(stop, size)) - start))
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
 
@@ -434,11 +406,10 @@ class Location:
         """
         if not self.is_local:
             return self.remote.stamp(name)
-        try:
+        with suppress(OSError):
             found = os.stat(f"{self.url}/{name}")
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+            return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+        return None
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; ``None`` if there is no such file.
@@ -463,7 +434,7 @@ class Location:
         """Return whether a name is a folder (in an object store, a prefix of other objects)."""
         if self.is_local:
             return os.path.isdir(os.path.join(self.url, name) if name else self.url)
-        return self.remote.is_dir(name)
+        return not name or bool(self.remote.listing(name))
 
     def listing(self, name: str = "") -> list[str]:
         """Return the names directly below a folder; empty if there is none.
@@ -507,7 +478,8 @@ class Location:
                 elif os.path.lexists(target):
                     os.unlink(target)
             return
-        self.remote.delete_tree(name)
+        store = self.remote
+        store.delete(store.walk(name) or ([name] if name and store.exists(name) else []))
 
     def is_link(self, name: str) -> bool:
         """Return whether a name is a symbolic link."""
@@ -519,10 +491,9 @@ class Location:
         parts = name.split("/")
         for above in ("/".join(parts[:n]) for n in range(1, len(parts))):
             if self.is_link(above):
-                raise StorageError(
-                    f"{self.url}/{above} is a symbolic link, and nothing is written or removed "
-                    f"behind one: put the folder that it leads to in its place, or remove {above}",
-                    url=f"{self.url}/{name}",
+                raise self.child(above).error(
+                    " is a symbolic link, and nothing is written or removed behind one: put the "
+                    f"folder that it leads to in its place, or remove {above}"
                 )
 
     def _own_path(self, name: str) -> str:

@@ -11,10 +11,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from shardstore.errors import StorageError
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, require_size
 
@@ -31,8 +30,6 @@ LARGE_BYTES = 1024 * 1024
 """For objects of at least this size, the transfer takes longer than the wait for the answer."""
 UNKNOWN_BYTES = 16 * 1024 * 1024
 """Expected size of an object of unknown size: that of a document of very many arrays."""
-
-_said: set[tuple[str, str]] = set()
 
 
 class ObjectIO:
@@ -143,11 +140,13 @@ def object_io(location: Location) -> ObjectIO:
         from shardstore.storage.stores.tensorstore import KvStoreIO
 
         return KvStoreIO(location)
-    root = "/".join(location.url.split("/")[:3])
-    if (root, why) not in _said:
-        _said.add((root, why))
-        logger.info("%s: fsspec moves chunks too, as TensorStore does not take %s", root, why)
+    _say_once("/".join(location.url.split("/")[:3]), why)
     return FileSystemIO(store)
+
+
+@cache
+def _say_once(root: str, why: str) -> None:
+    logger.info("%s: fsspec moves chunks too, as TensorStore does not take %s", root, why)
 
 
 def run_requests(
@@ -241,7 +240,7 @@ def put_objects(
     objects: Sequence[tuple[str, bytes]],
     check: Callable[[], None],
 ) -> None:
-    """Create many small objects in parallel, see :func:`settle`.
+    """Create many small objects in parallel, see :func:`begin_create`.
 
     Args:
         location: the location below which the objects are created.
@@ -251,32 +250,23 @@ def put_objects(
     Raises:
         StorageError: the store failed.
     """
-    if not objects:
-        return
-    io = object_io(location)
-
-    def begin(item: tuple[str, bytes], _: bool) -> Callable[[], None]:
-        name, data = item
-        put = io.begin_put(name, [data], create=True)
-
-        def finish() -> None:
-            if not put():
-                settle(io, location, name, [data], check)
-
-        return finish
-
-    run_requests(io, objects, begin)
+    if objects:
+        io = object_io(location)
+        run_requests(
+            io, objects, lambda item, _: begin_create(io, location, item[0], [item[1]], check)
+        )
 
 
-def settle(
+def begin_create(
     io: ObjectIO,
     location: Location,
     key: str,
     parts: Sequence[bytes | memoryview],
     check: Callable[[], None],
-) -> None:
-    """Resolve a conditional PUT that failed because the object exists. The object is from an
-    earlier try, whose answer was lost, or a leftover, or from a newer attempt.
+) -> Callable[[], None]:
+    """Start a conditional PUT. Return a function that waits for the end. If an object of that name
+    exists, it is from an earlier try, whose answer was lost, or a leftover, or from a newer
+    attempt.
 
     Args:
         io: puts and gets objects below the location.
@@ -285,16 +275,18 @@ def settle(
         parts: the content, in order.
         check: called before an object with other content is replaced; raises if it must stay.
     """
-    there = io.get(key, size=sum(map(len, parts)))
-    if there is None and io.put(key, parts, create=True):
-        return
-    if there is None:
-        url = f"{location.url}/{key}"
-        raise StorageError(
-            f"writing {url} failed: the store says that the object exists, but has none of this "
-            "name; save again",
-            url=url,
-        )
-    if there != b"".join(parts):
-        check()
-        io.put(key, parts, create=False)
+    put = io.begin_put(key, parts, create=True)
+
+    def finish() -> None:
+        if put():
+            return
+        there = io.get(key, size=sum(map(len, parts)))
+        if there is None and not io.put(key, parts, create=True):
+            raise location.child(key).error(
+                ": the store says that the object exists, but has none of this name; save again"
+            )
+        if there not in (None, b"".join(parts)):
+            check()
+            io.put(key, parts, create=False)
+
+    return finish

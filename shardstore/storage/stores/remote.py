@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores import s3
-from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, no_answer
+from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
 
 FIRST_DEADLINE_S = 20.0
 """Deadline of a request to a store that has not yet answered this process. It is short, to detect
@@ -82,14 +82,11 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
 def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> Any:
     keep_quiet_about(options, *(s3.profile_secrets() if is_s3 else ()))
     try:
-        kind = fsspec.get_filesystem_class(protocol)
         given = dict(options)
         if is_s3:
-            if problem := s3.problem_of(options, os.environ):
-                raise StorageError(f"{url}: the storage options do not fit: {problem}", url=url)
+            if wrong := s3.problem_of(options, os.environ):
+                raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
             given = s3.s3fs_options(options)
-        if not issubclass(kind, AsyncFileSystem):
-            return fsspec.core.url_to_fs(url, **given)[0]
         made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
         # A listing of the claims decides who owns a target, so it must not come from a cache. Not
         # all file systems have an option for this.
@@ -97,23 +94,19 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         return made
     except CheckpointingException:
         raise
-    except ImportError as error:
-        package = "s3fs (pip install s3fs)" if is_s3 else "the package it names"
-        raise StorageError(f"{url}: {protocol}:// needs {package}: {error}", url=url) from error
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if "rotocol not known" in str(error):
             raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
-        said = f"the storage options do not fit ({type(error).__name__})"
-    except TypeError:
-        said = (
-            f"the storage options do not fit; they are those of fsspec's {protocol} file system, "
-            f"not {sorted(map(str, options))}"
-        )
+        problem = type(error).__name__
     except Exception as error:  # some file systems connect at once
         raise explained("connecting to", url, error) from error
     # Raised outside of the handler: the text of the caught error, which would be the context, could
     # contain credentials.
-    raise StorageError(f"{url}: {said}", url=url)
+    raise StorageError(
+        f"{url}: the storage options do not fit ({problem}): compare the names and values of "
+        f"{sorted(map(str, options))} with those of fsspec's {protocol} file system",
+        url=url,
+    )
 
 
 class RemoteStore:
@@ -121,14 +114,20 @@ class RemoteStore:
 
     Args:
         url: the URL, with its protocol.
+        options: storage options of fsspec.
+
+    Attributes:
         fs: the fsspec file system.
         path: the path of the URL in that file system.
+
+    Raises:
+        StorageError: no such protocol, its package is missing, or the options do not fit.
     """
 
-    def __init__(self, url: str, fs: Any, path: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url = url
-        self.fs = fs
-        self.path = path.rstrip("/")
+        self.fs = _file_system(url, options)
+        self.path = self.fs._strip_protocol(url).rstrip("/")
 
     def is_same_store(self, other: RemoteStore) -> bool:
         """Return whether one request can copy objects from here to the other."""
@@ -191,26 +190,13 @@ class RemoteStore:
         with self.errors("creating", name):
             return _unless_there(lambda: self._pipe(self._path(name), data, create=True))
 
-    def copy_from(
-        self,
-        source: RemoteStore,
-        from_name: str,
-        name: str,
-        *,
-        create: bool = False,
-        any_size: bool = False,
-    ) -> bool:
-        """Copy an object within the store. The bytes stay on the server (Amazon S3 API,
-        "CopyObject").
+    def copy_from(self, source: RemoteStore, name: str) -> bool:
+        """Copy an object within the store if no object of its name exists here. Many stores ignore
+        this condition and overwrite. The bytes stay on the server (Amazon S3 API, "CopyObject").
 
         Args:
             source: location of the object to copy.
-            from_name: name of that object below ``source``.
-            name: name of the copy below this URL.
-            create: copy only if no object of that name exists. Many stores ignore this condition
-                and overwrite.
-            any_size: allow objects larger than one request copies (5 GiB). This takes a request for
-                the size; the object is copied in parts, with no deadline for the whole copy.
+            name: its name below ``source``, and that of the copy below this URL.
 
         Returns:
             Whether the object was copied. ``False`` if an object of that name exists.
@@ -219,24 +205,28 @@ class RemoteStore:
             FileNotFoundError: the object to copy does not exist.
             StorageError: the store refused, or did not answer.
         """
-        assert not (create and any_size), "parts are copied without a condition"
-        paths = (source._path(from_name), self._path(name))
+        paths = source._path(name), self._path(name)
 
         def copy() -> None:
             self._make_folder_of(paths[1])
-            if any_size:
-                self.fs.cp_file(*paths)
-            elif hasattr(self.fs, "_copy_basic"):
-                condition: dict[str, Any] = {"IfNoneMatch": "*"} if create else {}
-                self.call("copy_basic", *paths, **condition)
+            if hasattr(self.fs, "_copy_basic"):
+                self.call("copy_basic", *paths, IfNoneMatch="*")
             else:
                 self.call("cp_file", *paths)
 
-        try:
-            with self.errors("copying to", name, absent=True):
-                return _unless_there(copy)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{source.url}/{from_name}") from None
+        with source.errors("copying", name, absent=True):
+            return _unless_there(copy)
+
+    def become_copy_of(self, source: RemoteStore) -> None:
+        """Copy an object of any size within the store to this URL. This takes a request for the
+        size. An object of more than 5 GiB is copied in parts, with no deadline for the whole copy.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+        with self.errors("copying to", ""):
+            self._make_folder_of(self.path)
+            self.fs.cp_file(source.path, self.path)
 
     def stream(self, name: str, part_bytes: int) -> Any:
         """Return a file for sequential writing of an object of any size. It uploads parts of
@@ -265,10 +255,6 @@ class RemoteStore:
             found: Mapping[str, Any] = self.call("info", self._path(name))
             return found
         return {}
-
-    def is_dir(self, name: str = "") -> bool:
-        """Return whether there is anything below that name."""
-        return bool(self.listing(name)) if name else True
 
     # -- listing and deleting ------------------------------------------------------------------
 
@@ -306,30 +292,22 @@ class RemoteStore:
     @property
     def deletes_at_once(self) -> int:
         """Number of documents that the concurrent requests of :meth:`delete` can take."""
-        return DELETE_REQUESTS * (DELETE_BATCH if self._deletes_in_bulk else SINGLE_DELETES)
+        return DELETE_REQUESTS * self._delete_batch
 
     @property
-    def _deletes_in_bulk(self) -> bool:
-        return isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
+    def _delete_batch(self) -> int:
+        in_bulk = isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
+        return DELETE_BATCH if in_bulk else SINGLE_DELETES
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete documents, in bulk requests if the store has them. A missing document is no
         error."""
         with self.errors("deleting below", ""):
             paths = [self._path(name) for name in names]
-            bulk = self._deletes_in_bulk
-
-            def work(batch: Sequence[str]) -> None:
-                if bulk:
-                    self._delete_keys(batch)
-                    return
-                for path in batch:
-                    with suppress(FileNotFoundError):
-                        self.call("rm_file", path)
-
-            batch_weight = DELETE_BATCH if bulk else SINGLE_DELETES
-            run_batched(paths, work, threads=DELETE_REQUESTS, batch_weight=batch_weight)
-            if bulk:
+            batch = self._delete_batch
+            work = self._delete_keys if batch == DELETE_BATCH else self._delete_each
+            run_batched(paths, work, threads=DELETE_REQUESTS, batch_weight=batch)
+            if batch == DELETE_BATCH:
                 return
             # These stores have folders: remove the empty ones. A folder that another writer has
             # used in the meantime is not empty, and stays.
@@ -337,6 +315,11 @@ class RemoteStore:
             for folder in sorted(folders, key=len, reverse=True):
                 with suppress(OSError, NotImplementedError):
                     self.fs.rmdir(folder)
+
+    def _delete_each(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self.call("rm_file", path)
 
     def _delete_keys(self, paths: Sequence[str]) -> None:
         """Delete many keys with one request (Amazon S3 API, DeleteObjects), and repeat it for keys
@@ -365,14 +348,6 @@ class RemoteStore:
             f"{len(paths)} objects; allow s3:DeleteObject below {self.url}",
             url=self.url,
         )
-
-    def delete_tree(self, name: str = "") -> None:
-        """Delete a document, or everything below a name."""
-        names = self.walk(name)
-        if not names and name and self.exists(name):
-            names = [name]
-        if names:
-            self.delete(names)
 
     # -- how -----------------------------------------------------------------------------------
 
@@ -437,9 +412,7 @@ class RemoteStore:
                     sync(self.fs.loop, self.fs.set_session, timeout=seconds)
             found = sync(self.fs.loop, call, *args, timeout=seconds, **kwargs)
         except FSTimeoutError:
-            raise StorageError(
-                f"{self.url}: no answer within {seconds:g} s; {no_answer(self.url)}", url=self.url
-            ) from None
+            raise too_late(self.url, seconds) from None
         except OSError as error:
             if code_of(error) is not None:
                 _answered.add(id(self.fs))
@@ -484,13 +457,3 @@ def _written_at(about: Mapping[str, Any]) -> datetime | None:
     if not isinstance(when, datetime):
         return None
     return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
-
-
-def remote_store(url: str, options: Mapping[str, Any]) -> RemoteStore:
-    """Return the store at a URL.
-
-    Raises:
-        StorageError: no such protocol, its package is missing, or the options do not fit.
-    """
-    fs = _file_system(url, options)
-    return RemoteStore(url, fs, fs._strip_protocol(url))

@@ -143,18 +143,16 @@ def _wrong_config(config: Mapping[str, Any]) -> str | None:
 
 
 def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of s3fs: the given ones, short timeouts, bounded retries, no cache of
-    listings, and the settings that stores other than Amazon's need."""
+    """Return the options of s3fs: the given ones, short timeouts, bounded retries, and the settings
+    that stores other than Amazon's need."""
     from botocore.config import Config
 
-    given = {n: v for n, v in options.items() if n not in ("region_name", "endpoint_url")}
-    client = dict(given.get("client_kwargs") or {})
-    for name in ("region_name", "endpoint_url"):
-        if options.get(name):
-            client.setdefault(name, options[name])
-    if region := os.environ.get("AWS_REGION"):
-        # s3fs and botocore read AWS_DEFAULT_REGION only.
-        client.setdefault("region_name", region)
+    given = dict(options)
+    short = {name: given.pop(name, None) for name in ("region_name", "endpoint_url")}
+    # s3fs and botocore read AWS_DEFAULT_REGION only.
+    short["region_name"] = short["region_name"] or os.environ.get("AWS_REGION")
+    client = {name: value for name, value in short.items() if value}
+    client |= given.get("client_kwargs") or {}
     config = {
         **LIMITS,
         "retries": {"mode": "standard", "total_max_attempts": 4},
@@ -164,15 +162,10 @@ def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
         # Newer clients send trailing checksums by default, which stores other than AWS refuse.
         if name in Config.OPTION_DEFAULTS:
             config.setdefault(name, "when_required")
-    named = (client.get("endpoint_url"), *map(os.environ.get, _ENDPOINTS))
-    endpoint = next(filter(None, named), None)
-    if endpoint and "amazonaws.com" not in endpoint:
-        config["s3"] = {"addressing_style": "path", **(config.get("s3") or {})}
     return {
         **given,
         "client_kwargs": client,
         "config_kwargs": config,
-        "use_listings_cache": False,
         # One GET per document; a higher value requests the size first.
         "max_concurrency": given.get("max_concurrency", 1),
     }

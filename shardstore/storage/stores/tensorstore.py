@@ -10,6 +10,7 @@ contains them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -18,14 +19,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import IO, Any, TypeVar
 
 import numpy as np
 import tensorstore as ts
 
 from shardstore.errors import StorageError
-from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy
+from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy, too_late
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO
 from shardstore.storage.stores.remote import RemoteStore
@@ -56,7 +57,6 @@ _CODE = re.compile(r"<Code>([\w.]+)</Code>")
 _STATUS = re.compile(r"http_response_code='(\d+)'")
 
 _lock = threading.Lock()
-_context: ts.Context | None = None
 _copier = ThreadPoolExecutor(1, "shardstore-copies")
 
 
@@ -70,34 +70,19 @@ def _copied(copy: Callable[[], T], size: int) -> T:
     return copy()
 
 
+@cache
 def shared_context() -> ts.Context:
     """Return the context of this process. It has one limit for requests, and no chunk cache,
     because each chunk is read once."""
-    global _context
-    with _lock:
-        if _context is None:
-            bytes(KEPT_BYTES)
-            _context = ts.Context(
-                {
-                    "cache_pool": {"total_bytes_limit": 0},
-                    "s3_request_concurrency": {"limit": REQUESTS},
-                    "s3_request_retries": {
-                        "max_retries": RETRIES,
-                        "initial_delay": "200ms",
-                        "max_delay": "5s",
-                    },
-                }
-            )
-        return _context
-
-
-def leave_context(context: ts.Context) -> None:
-    """Use a new context for all further requests. A cancelled request counts against
-    :data:`REQUESTS` of its context until the server answers."""
-    global _context
-    with _lock:
-        if _context is context:
-            _context = None
+    bytes(KEPT_BYTES)
+    retries = {"max_retries": RETRIES, "initial_delay": "200ms", "max_delay": "5s"}
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},
+            "s3_request_concurrency": {"limit": REQUESTS},
+            "s3_request_retries": retries,
+        }
+    )
 
 
 def plain_words(text: str) -> str:
@@ -113,14 +98,12 @@ class Opened:
     """An open key-value store with the credentials at the time of opening.
 
     Attributes:
-        settings: the settings of the store.
         context: the TensorStore context.
         spec: the specification (TensorStore documentation, "s3 Key-Value Store driver").
         kvs: the store.
         secrets: the file from which TensorStore reads the credentials at the first request.
     """
 
-    settings: S3Settings
     context: ts.Context
     spec: dict[str, Any]
     kvs: ts.KvStore
@@ -143,24 +126,17 @@ class KvStoreIO(ObjectIO):
     reads_past_end = False
 
     def __init__(self, location: Location) -> None:
-        self._location, self._remote = location, location.remote
-        self._lock = threading.Lock()
-        self._opened: Opened | None = None
-        self._asked_at = 0.0
+        self._location, self._lock = location, threading.Lock()
+        self._asked_at = -math.inf
         self.opened()
 
     def opened(self) -> Opened:
         """Return the store, with credentials that are valid for some more minutes."""
         with self._lock:
-            opened, context, now = self._opened, shared_context(), time.monotonic()
-            if opened is not None and now < self._asked_at + ASKED_EVERY_S:
-                settings = opened.settings
-            else:
+            if (now := time.monotonic()) >= self._asked_at + ASKED_EVERY_S:
                 self._remote, self._asked_at = self._location.remote, now
-                settings = self._remote.s3_settings()
-            if opened is None or settings != opened.settings or context is not opened.context:
-                self._opened = opened = _open(self._location.url, settings, context)
-            return opened
+                self._settings = self._remote.s3_settings()
+            return _open(self._location.url, self._settings, shared_context())
 
     def begin_put(
         self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
@@ -236,7 +212,7 @@ def wait(
 
     Raises:
         StorageError: no answer came in time. The request is cancelled, and later requests use a new
-            context (:func:`leave_context`).
+            context.
         ValueError: any other error of TensorStore.
     """
     seconds, now = remote.deadline_s(size), time.monotonic()
@@ -244,10 +220,11 @@ def wait(
         return future.result(timeout=max(0.0, (began or now) + seconds - now))
     except TimeoutError:
         future.cancel()
-        leave_context(context)
-    raise StorageError(
-        f"{remote.url}: no answer within {seconds:.0f} s; {no_answer(remote.url)}", url=remote.url
-    )
+        # A cancelled request counts against the limit of its context until the server answers.
+        with _lock:
+            if shared_context() is context:
+                shared_context.cache_clear()
+    raise too_late(remote.url, seconds)
 
 
 class RangeError(StorageError):
@@ -278,13 +255,13 @@ def kvstore_spec(location: Location) -> dict[str, Any]:
         return {"driver": "file", "path": f"{location.url}/"}
     if location.is_s3:
         return KvStoreIO(location).opened().spec
-    raise StorageError(
-        f"{location.url}: arrays of other programs can be read from local folders and s3:// alone; "
-        "copy the checkpoint there",
-        url=location.url,
+    raise location.error(
+        ": arrays of other programs can be read from local folders and s3:// alone; copy the "
+        "checkpoint there"
     )
 
 
+@lru_cache(maxsize=64)
 def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
     secrets, credentials = None, {"type": "anonymous"}
     if settings.credentials is not None:
@@ -312,7 +289,7 @@ def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
     except ValueError as error:
         failure = _failure("opening", url, str(error))
     else:
-        return Opened(settings, context, spec, store, secrets)
+        return Opened(context, spec, store, secrets)
     raise failure  # outside of the handler, as in _begun
 
 
