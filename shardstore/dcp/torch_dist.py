@@ -20,11 +20,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _split_by_size_and_type,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -380,8 +376,10 @@ class _FilesSave:
             by_prefix.setdefault(prefix, []).append(item)
         files: list[tuple[str, list[WriteItem]]] = []
         for prefix, items in by_prefix.items():
-            for part in filter(None, _split_by_size_and_type(most, items)):
-                files.append((f"{prefix}__{self._ranks.rank}_{len(files)}.distcp", part))
+            items.sort(key=_size_of, reverse=True)
+            for first in range(min(most, len(items))):
+                name = f"{prefix}__{self._ranks.rank}_{len(files)}.distcp"
+                files.append((name, items[first::most]))
         return files
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
@@ -423,6 +421,12 @@ class _FilesSave:
         error = self.failure if session is None else session.failure
         report = lambda _: pickle.dumps(self._written)  # noqa: E731
         ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+
+
+def _size_of(item: WriteItem) -> int:
+    """Return the bytes of a tensor's part; 0 for an object, whose size is not known yet."""
+    about = item.tensor_data
+    return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
 
 
 def _indexes(plan: SavePlan) -> set[MetadataIndex]:
