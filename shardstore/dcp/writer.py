@@ -29,11 +29,7 @@ from torch.futures import Future
 
 from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
-from shardstore.errors import (
-    AccessPatternError,
-    CheckpointingException,
-    KeyNameError,
-)
+from shardstore.errors import AccessPatternError, CheckpointingException, KeyNameError
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.sources import CutChunk, fetched
@@ -71,7 +67,7 @@ class Task:
     Attributes:
         rank: position of the rank's plan.
         attempt_id: the attempt that all ranks write to.
-        layouts: layouts of the rank's tensors on all ranks.
+        layouts: layouts of the tensors on all ranks.
     """
 
     rank: int
@@ -96,15 +92,6 @@ class Report:
     values: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     pickled: list[str] = field(default_factory=list)
-
-
-def _layouts_of(plan: SavePlan, layouts: Layouts) -> Layouts:
-    """Return the layouts of the tensors in a plan."""
-    keys = {item.index.fqn for item in plan.items}
-    return Layouts(
-        {key: layouts.edges[key] for key in keys & layouts.edges.keys()},
-        {key: layouts.ranges[key] for key in keys & layouts.ranges.keys()},
-    )
 
 
 def with_items(rank: int, plan: SavePlan) -> SavePlan:
@@ -240,8 +227,6 @@ class StorageWriter(Placed, DcpStorageWriter):
         ArgumentError: an argument has a wrong type or value.
     """
 
-    _purpose = "write to:save"
-
     def __init__(
         self,
         url: str | os.PathLike[str] | None = None,
@@ -312,7 +297,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         self._attempt = attempt
         self._abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
         return [
-            replace(plan, storage_data=Task(rank, attempt.id, _layouts_of(plan, layouts)))
+            replace(plan, storage_data=Task(rank, attempt.id, layouts))
             for rank, plan in enumerate(plans)
         ]
 
@@ -423,7 +408,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
         for chunk in itertools.chain.from_iterable(report.cut for report in reports):
             cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
-        own = next(manifest for manifest in manifests if manifest.rank == self._rank)
+        own = manifests[self._rank]
         arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
         writes = [_joined(chunk) for chunk in cut.values()]
         write_chunks(attempt, self.options, own, arrays.values(), writes)
