@@ -42,8 +42,10 @@ from shardstore.values.torch_values import dump_bytes, load_bytes
 class DcpSource:
     """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
 
+    roots = (METADATA_NAME,)
+
     def __init__(self, place: Location) -> None:
-        self._place = place
+        self.place = place
         self._files = DcpFiles.open(place)
         self.arrays = self._files.arrays
         self.read: Callable[[Sequence[RegionRead]], None] = self._files.read
@@ -56,8 +58,8 @@ class DcpSource:
         """Return the common part and sharded objects; values as JSON if they have a JSON form."""
         files = self._files
         objects = {key: partial(files.read_unwrapped, key) for key in files.objects}
-        if self._place.exists(COMMON_STATE_NAME):
-            return Extras(self._place.read(COMMON_STATE_NAME), objects=objects)
+        if self.place.exists(COMMON_STATE_NAME):
+            return Extras(self.place.read(COMMON_STATE_NAME), objects=objects)
         if common := objects.pop(f"{COMMON_OBJECT}/shard_0_1", None):  # Megatron-Core 0.19
             return Extras(dump_bytes(common()), objects=objects)
         values: dict[str, Any] = {}
@@ -72,10 +74,6 @@ class DcpSource:
             else:
                 values[key] = document
         return Extras(None, StateRecord(files.paths, values), found)
-
-    def identity(self) -> list[Any]:
-        """Return the stamp of ``.metadata``."""
-        return [self._place.stamp(METADATA_NAME)]
 
 
 class DcpTarget(FileTarget):

@@ -131,7 +131,7 @@ class SafetensorsSource:
     def __init__(
         self, folder: Location, names: Sequence[str], weight_map: Mapping[str, str] | None = None
     ) -> None:
-        self._folder, self._names = folder, names
+        self.place, self.roots = folder, sorted(names)
         self.arrays: dict[str, ArrayMeta] = {}
         self._places: dict[str, Place] = {}
         self._metadata: dict[str, str] = {}
@@ -189,9 +189,9 @@ class SafetensorsSource:
         key = read.array.key
         name, start = self._places[key]
         try:
-            read_box(self._folder, name, start, self.arrays[key].shape, read.box, read.out)
+            read_box(self.place, name, start, self.arrays[key].shape, read.box, read.out)
         except (FileNotFoundError, ValueError) as error:
-            path = f"{self._folder.url}/{name}"
+            path = f"{self.place.url}/{name}"
             raise DamagedCheckpointError(
                 f"key {key!r}: {path} changed while it was read ({error})", key=key, url=path
             ) from error
@@ -202,7 +202,7 @@ class SafetensorsSource:
         kept = metadata.pop(STATE_METADATA, None)
         record = StateRecord()
         if kept is not None:
-            path = f"{self._folder.url}/{self._names[0]}"
+            path = f"{self.place.url}/{self.roots[0]}"
             try:
                 about = {"shardstore": {MEMBER: json.loads(kept)}}
             except ValueError as error:
@@ -210,10 +210,6 @@ class SafetensorsSource:
             record = StateRecord.from_root(about, path) or record
         metadata.pop("format", None)
         return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})
-
-    def identity(self) -> list[Any]:
-        """Return stamps of the files."""
-        return [self._folder.stamp(name) for name in sorted(self._names)]
 
 
 def _named(place: Location) -> tuple[Location, str]:
