@@ -283,7 +283,8 @@ class SafetensorsTarget(FileTarget):
         self._arrays, self._heads = arrays, self._headers(arrays, record_of(extras))
         if self._at.is_local:
             for name, head in self._heads.items():
-                with self._opened(name) as file:
+                path = f"{self._at.url}/{name}"
+                with open(path, "r+b" if os.path.exists(path) else "w+b") as file:
                     file.write(head)
                     file.truncate(self._sizes[name])
             return known
@@ -309,10 +310,6 @@ class SafetensorsTarget(FileTarget):
             self._sizes[name] = position
         return heads
 
-    def _opened(self, name: str) -> Any:
-        path = f"{self._at.url}/{name}"
-        return open(path, "r+b" if os.path.exists(path) else "w+b")
-
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write chunks to their places in the files. The chunks are in the order of the files."""
         for chunk in chunks:
@@ -324,7 +321,8 @@ class SafetensorsTarget(FileTarget):
                 continue
             corner = chunk.array.grid.box(chunk.index).offset
             first = Grid(chunk.array.shape, (1,) * values.ndim).linear(corner)
-            with store_errors("writing", f"{self._at.url}/{name}"), self._opened(name) as file:
+            path = f"{self._at.url}/{name}"
+            with store_errors("writing", path), open(path, "r+b") as file:
                 file.seek(start + first * values.itemsize)
                 file.write(data)
         return [None] * len(chunks)

@@ -42,8 +42,7 @@ from shardstore.errors import (
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
-from shardstore.storage.format.names import COMMON_OBJECT, require_inside
-from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.format.names import COMMON_OBJECT, DCP_METADATA_NAME, require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_box, read_bytes
 from shardstore.storage.stores.location import Location
@@ -181,7 +180,7 @@ class DcpFiles:
 
         Raises: the errors of :meth:`open`.
         """
-        url = f"{location.url}/{METADATA_NAME}"
+        url = f"{location.url}/{DCP_METADATA_NAME}"
         with as_damage(url):
             metadata = _unpickled(data, url)
             stored: dict[tuple[str, tuple[int, ...] | None], Extent] = {}
@@ -341,7 +340,7 @@ def remove_keys(location: Location, prefix: str) -> bool:
     def stays(key: str) -> bool:
         return not key.startswith(prefix) or key.startswith(f"{COMMON_OBJECT}/")
 
-    url = f"{location.url}/{METADATA_NAME}"
+    url = f"{location.url}/{DCP_METADATA_NAME}"
     with as_damage(url):
         old = _unpickled(_read(location), url)
         kept = {index: at for index, at in old.storage_data.items() if stays(index.fqn)}
@@ -356,7 +355,7 @@ def remove_keys(location: Location, prefix: str) -> bool:
         new = Metadata(about, paths or None, kept, StorageMeta(), old.version)
         cast(Any, new).mcore_data = vars(old).get("mcore_data", {})
     if names:
-        location.replace(METADATA_NAME, pickle.dumps(new))
+        location.replace(DCP_METADATA_NAME, pickle.dumps(new))
     for name in names:
         location.delete(name)
     return bool(names)
@@ -365,9 +364,9 @@ def remove_keys(location: Location, prefix: str) -> bool:
 def _read(location: Location) -> bytes:
     """Return the content of ``.metadata``."""
     try:
-        return location.read(METADATA_NAME)
+        return location.read(DCP_METADATA_NAME)
     except FileNotFoundError:
-        url = f"{location.url}/{METADATA_NAME}"
+        url = f"{location.url}/{DCP_METADATA_NAME}"
         raise NotACheckpointError(
             f"{url} is missing: {location.url} is not a complete DCP checkpoint", url=url
         ) from None

@@ -94,12 +94,7 @@ class Placed:
         self, url: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
     ) -> None:
         self._storage_options = given_options(storage_options)
-        self._location: Location | None = None
-        if url is not None:
-            self._go_to(url)
-
-    def _go_to(self, place: str | os.PathLike[str]) -> None:
-        self._location = Location.of(place, **self._storage_options)
+        self._location = None if url is None else Location.of(url)
 
     @property
     def _place(self) -> Location:
@@ -108,7 +103,7 @@ class Placed:
                 f"the {type(self).__name__} has no place: give it a URL, or give the save or load "
                 "of torch.distributed.checkpoint a checkpoint_id"
             )
-        # A pickled location has no options; DCP pickles it for its process for saves.
+        # The location is kept without them, because they are lost when DCP pickles it.
         return Location.of(self._location, **self._storage_options)
 
     @property
@@ -174,7 +169,7 @@ class StorageReader(Placed, DcpStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load. All ranks call it."""
         if checkpoint_id is not None:
-            self._go_to(checkpoint_id)
+            self._location = Location.of(checkpoint_id)
         self._stored = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

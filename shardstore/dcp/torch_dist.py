@@ -13,8 +13,9 @@ import math
 import os
 import pickle
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -53,8 +54,7 @@ from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
-from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
-from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
@@ -181,61 +181,6 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         return AsyncRequest(saving.write, (), [finish])
 
 
-class _Planner(DefaultSavePlanner):
-    """Planner that keeps flat keys. It sends the coordinator the original shapes of flattened
-    tensors, the keys of which this rank holds only copies, and the shards that are checked."""
-
-    def __init__(
-        self, state_dict: ShardedStateDict, *, only_main: bool, checks: bool, is_coordinator: bool
-    ) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.report = report_shards(nested_values(state_dict) if checks else ())
-        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        self.copies: list[str] = []
-        shards: dict[str, list[torch.Tensor]] = {}
-        state: dict[str, Any] = {}
-        for value in nested_values(state_dict):
-            if only_main and not is_main_replica(value.replica_id):
-                is_object = isinstance(value, ShardedObject)
-                self.copies.append(value.unique_key if is_object else value.key)
-            elif isinstance(value, ShardedObject):
-                state[value.unique_key] = [value.data]
-            elif isinstance(value, ShardedTensor):
-                if value.data is not None:
-                    require_plain(value.data, value.key)
-                    # DCP writes the memory of a tensor, not its conjugate and negative bits.
-                    value = replace(value, data=value.data.resolve_conj().resolve_neg())
-                self.shapes.setdefault(value.key, {})
-                if value.flattened_range is not None:
-                    self.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
-                    value = _folded(value)
-                shard = CheckpointableShardedTensor.from_sh_ten(value)
-                shards.setdefault(value.key, []).append(shard)
-        state.update((key, LocalShardsContainer(found)) for key, found in shards.items())
-        self.set_up_planner(state, is_coordinator=is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        told = self.shapes, self.copies, self.report
-        return replace(super().create_local_plan(), planner_data=told)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        try:
-            plans, metadata = super().create_global_plan(all_plans)
-        except Exception as problem:
-            raise CheckpointingException(
-                "PyTorch DCP refuses the joint plan of the ranks: "
-                f"{type(problem).__name__}: {problem}"
-            ) from problem
-        cast(Any, metadata).mcore_data = {}
-        for rank, plan in enumerate(all_plans):
-            shapes, copies, _ = plan.planner_data
-            cast(Any, metadata).mcore_data.update(shapes)
-            if lost := set(copies) - set(metadata.state_dict_metadata):
-                raise without_main_replica(sorted(lost), rank)
-        check_reports([plan.planner_data[2] for plan in all_plans])
-        return plans, metadata
-
-
 class _FilesSave:
     """One rank's part of a save. Every rank makes one, and waits for all others: they decide which
     items each rank writes. Then it calls :meth:`stage` or not, :meth:`write` and :meth:`finish`.
@@ -263,7 +208,10 @@ class _FilesSave:
         self.failure: Exception | None = None
         self._url = str(place) if session is None else session.target.url
         self._ranks = ranks = Ranks.current() if session is None else session.ranks
+        self._options = SaveOptions() if session is None else session.options
         self._threads, self._hint = strategy.thread_count, strategy.separation_hint or ""
+        # Keys are flat already, and shards stay shards.
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staging: Staging | None = None
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
@@ -274,20 +222,18 @@ class _FilesSave:
             self._folder = Location.of(place)
             self._folder.require_local(f"writing the {BACKEND!r} format")
             only_main = strategy.keep_only_main_replica
-            self._planner = _Planner(
-                state_dict,
-                only_main=only_main,
-                checks=only_main and (not session or session.options.validate_access_integrity),
-                is_coordinator=ranks.is_coordinator,
-            )
+            state, told = _prepared(state_dict, only_main)
+            if only_main and self._options.validate_access_integrity:
+                told.report = report_shards(nested_values(state_dict))
             with store_errors("creating", self._url):
                 os.makedirs(self._folder.url, exist_ok=True)
-            return self._planner.create_local_plan()
+            self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
+            return replace(self._planner.create_local_plan(), planner_data=told)
 
         def decide(reports: list[bytes]) -> bytes:
             """Return the items of each rank that another rank writes."""
             asked = [pickle.loads(one) for one in reports]
-            plans, self._metadata = self._planner.create_global_plan(asked)
+            plans, self._metadata = _joint_plan(self._planner, asked)
             both = zip(asked, plans, strict=True)
             return pickle.dumps([_indexes(own) - _indexes(kept) for own, kept in both])
 
@@ -303,8 +249,7 @@ class _FilesSave:
             ArgumentError: the copy is larger than the budget.
             MemoryError: the host memory is too small for the copy.
         """
-        options = SaveOptions() if self.session is None else self.session.options
-        budget_bytes = options.staging_budget_bytes
+        budget_bytes = self._options.staging_budget_bytes
         found = {item.index: self._planner.resolve_data(item) for item in self._items}
         size = sum(
             data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
@@ -332,7 +277,7 @@ class _FilesSave:
         self._staging = Staging(list(chunks.values()), threads=self._threads)
         if self.session is not None:
             self.session.staging = self._staging
-        self._staging.start(overlap=options.overlap_staging)
+        self._staging.start(overlap=self._options.overlap_staging)
 
     def write(self) -> None:
         """Write this rank's files, from the copy if there is one. It waits for no other rank.
@@ -412,7 +357,7 @@ class _FilesSave:
             self._metadata.storage_data = dict(written)
             self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
             self._metadata.version = CURRENT_DCP_VERSION
-            self._folder.replace(METADATA_NAME, pickle.dumps(self._metadata))
+            self._folder.replace(DCP_METADATA_NAME, pickle.dumps(self._metadata))
             return b""
 
         session = self.session
@@ -421,6 +366,65 @@ class _FilesSave:
         error = self.failure if session is None else session.failure
         report = lambda _: pickle.dumps(self._written)  # noqa: E731
         ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+
+
+@dataclass
+class _Told:
+    """A rank's report to the coordinator, in addition to its items.
+
+    Attributes:
+        shapes: key -> original shape of a flattened tensor, as Megatron-Core's metadata has it.
+        copies: keys of which the rank holds only copies.
+        report: the shards that are checked.
+    """
+
+    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
+    report: bytes = report_shards(())
+
+
+def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, Any], _Told]:
+    """Return this rank's tensors and objects by flat key, for DCP's planner."""
+    told = _Told()
+    shards: dict[str, list[torch.Tensor]] = {}
+    state: dict[str, Any] = {}
+    for value in nested_values(state_dict):
+        if only_main and not is_main_replica(value.replica_id):
+            is_object = isinstance(value, ShardedObject)
+            told.copies.append(value.unique_key if is_object else value.key)
+        elif isinstance(value, ShardedObject):
+            state[value.unique_key] = [value.data]
+        elif isinstance(value, ShardedTensor):
+            if value.data is not None:
+                require_plain(value.data, value.key)
+                # DCP writes the memory of a tensor, not its conjugate and negative bits.
+                value = replace(value, data=value.data.resolve_conj().resolve_neg())
+            told.shapes.setdefault(value.key, {})
+            if value.flattened_range is not None:
+                told.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
+                value = _folded(value)
+            shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
+    state.update((key, LocalShardsContainer(found)) for key, found in shards.items())
+    return state, told
+
+
+def _joint_plan(
+    planner: DefaultSavePlanner, asked: list[SavePlan]
+) -> tuple[list[SavePlan], Metadata]:
+    """Return the items that each rank writes, and the metadata. The coordinator calls it."""
+    try:
+        plans, metadata = planner.create_global_plan(asked)
+    except Exception as problem:
+        raise CheckpointingException(
+            f"PyTorch DCP refuses the joint plan of the ranks: {type(problem).__name__}: {problem}"
+        ) from problem
+    told: list[_Told] = [plan.planner_data for plan in asked]
+    for rank, one in enumerate(told):
+        if lost := set(one.copies) - set(metadata.state_dict_metadata):
+            raise without_main_replica(sorted(lost), rank)
+    check_reports([one.report for one in told])
+    cast(Any, metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
+    return plans, metadata
 
 
 def _size_of(item: WriteItem) -> int:
