@@ -12,7 +12,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, cast
 
@@ -96,6 +96,14 @@ def append(file: IO[bytes], name: str, value: object) -> _StorageInfo:
     else:
         torch.save(value, file)
     return _StorageInfo(name, start, file.tell() - start)
+
+
+def tensor_metadata(
+    dtype: torch.dtype, shape: Sequence[int], boxes: Iterable[Box]
+) -> TensorStorageMetadata:
+    """Return DCP's metadata of a tensor that consists of boxes."""
+    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
 
 
 class _Inert:
@@ -306,8 +314,18 @@ class DcpFiles:
         """Load an object with :func:`.load_bytes`.
 
         Raises:
-            MissingKeyError: the checkpoint has no object with this key.
             UnsafeObjectError: the object needs a class that is not allowed.
+            MissingKeyError, ChunkMissingError: see :meth:`object_bytes`.
+        """
+        data = self.object_bytes(key)
+        return load_bytes(data, f"{self.location.url}/{self.objects[key].file}", key)
+
+    def object_bytes(self, key: str) -> bytes:
+        """Return an object as it is stored.
+
+        Raises:
+            MissingKeyError: the checkpoint has no object with this key.
+            ChunkMissingError: the file is missing.
         """
         extent = self.objects.get(key)
         if extent is None:
@@ -317,14 +335,12 @@ class DcpFiles:
                 key=key,
                 url=self.location.url,
             )
-        path = f"{self.location.url}/{extent.file}"
         try:
-            data = read_bytes(
-                self.location, extent.file, extent.offset, extent.offset + extent.length
-            )
+            stop = extent.offset + extent.length
+            return read_bytes(self.location, extent.file, extent.offset, stop)
         except FileNotFoundError:
+            path = f"{self.location.url}/{extent.file}"
             raise _missing(f"object {key!r}", path, key) from None
-        return load_bytes(data, path, key)
 
 
 def remove_keys(location: Location, prefix: str) -> bool:

@@ -20,18 +20,12 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
+from shardstore.dcp.files import tensor_metadata
 from shardstore.errors import CheckpointingException, KeyNameError
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, using
@@ -70,13 +64,6 @@ class SentItems(UserList[ReadItem]):
         if "data" in vars(self):
             return list, (self.data,)  # accessed, and perhaps changed
         return SentItems, (self._packed,)
-
-
-def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    """Return a tensor's metadata for DCP's planner: one chunk, because any region can be read."""
-    size = torch.Size(shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-    return TensorStorageMetadata(TensorProperties(dtype), size, [whole])
 
 
 class Placed:
@@ -183,12 +170,13 @@ class StorageReader(Placed, DcpStorageReader):
         stored = StoredCheckpoint(self._place, threads=self._threads)
         stored.require()
         paths = self._find_values(stored)
+        tensors = {key: (dtypes.torch_dtype(a.dtype), a.shape) for key, a in stored.arrays.items()}
+        tensors |= {key: (one.dtype, tuple(one.shape)) for key, one in self._tensors.items()}
+        # One box for each tensor, because any region can be read.
         found: dict[str, Any] = {
-            key: _described(dtypes.torch_dtype(meta.dtype), meta.shape)
-            for key, meta in stored.arrays.items()
+            key: tensor_metadata(dtype, shape, [Box((0,) * len(shape), shape)])
+            for key, (dtype, shape) in tensors.items()
         }
-        for key, tensor in self._tensors.items():
-            found[key] = _described(tensor.dtype, tuple(tensor.shape))
         found.update((key, BytesStorageMetadata()) for key in self._values)
         self._stored = stored
         return Metadata(
