@@ -14,7 +14,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -54,14 +54,6 @@ ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
 
 
-class Extent(NamedTuple):
-    """Range of bytes of a file that holds an item."""
-
-    file: str
-    offset: int
-    length: int
-
-
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """A box of a tensor and its place in a file.
@@ -74,7 +66,7 @@ class StoredPart:
     """
 
     box: Box
-    extent: Extent
+    extent: _StorageInfo
     stored_shape: tuple[int, ...]
     first: int = 0
 
@@ -163,7 +155,7 @@ class DcpFiles:
     location: Location
     arrays: dict[str, ArrayMeta] = field(default_factory=dict)
     parts: dict[str, Sequence[StoredPart]] = field(default_factory=dict)
-    objects: dict[str, Extent] = field(default_factory=dict)
+    objects: dict[str, _StorageInfo] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     _corners: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
 
@@ -191,7 +183,7 @@ class DcpFiles:
         url = f"{location.url}/{DCP_METADATA_NAME}"
         with as_damage(url):
             metadata = _unpickled(data, url)
-            stored: dict[tuple[str, tuple[int, ...] | None], Extent] = {}
+            stored: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {}
             for index, info in metadata.storage_data.items():
                 if info.transform_descriptors:
                     raise FormatVersionError(
@@ -202,7 +194,7 @@ class DcpFiles:
                     )
                 name = require_inside(info.relative_path, url)
                 offset = None if index.offset is None else tuple(index.offset)
-                stored[index.fqn, offset] = Extent(name, int(info.offset), int(info.length))
+                stored[index.fqn, offset] = _StorageInfo(name, int(info.offset), int(info.length))
             paths = _paths_of(metadata)
             if not all(type(key) is str for key in (*metadata.state_dict_metadata, *paths)):
                 raise TypeError("a key is not a string")
@@ -274,12 +266,13 @@ class DcpFiles:
 
     def _read_part(self, meta: ArrayMeta, part: StoredPart, within: Box, out: NDArray[Any]) -> None:
         """Read a box of a part into ``out``. The box's offset is relative to the part's corner."""
-        key, extent, at = meta.key, part.extent, part.box.offset
-        path = f"{self.location.url}/{extent.file}"
-        what = f"key {key!r} at offset {at}: {path} holds no such tensor at byte {extent.offset}"
+        key, at, extent = meta.key, part.box.offset, part.extent
+        name, first = extent.relative_path, extent.offset
+        path = f"{self.location.url}/{name}"
+        what = f"key {key!r} at offset {at}: {path} holds no such tensor at byte {first}"
         try:
             with as_damage(path, what, key):
-                view = RangeFile(self.location, extent.file, extent.offset, extent.length)
+                view = RangeFile(self.location, name, first, extent.length)
                 found = load_bytes(view, path, key, meta=True)
                 if not isinstance(found, torch.Tensor) or found.shape != part.stored_shape:
                     raise ValueError("the stored item is not a tensor of this shape")
@@ -294,10 +287,8 @@ class DcpFiles:
                 records = Records(view)
                 if records.size("data/0") < found.nbytes:
                     raise ValueError("the tensor is truncated")
-                start = records.start("data/0") + part.first * out.dtype.itemsize
-                read_box(
-                    self.location, extent.file, extent.offset + start, part.box.shape, within, out
-                )
+                first += records.start("data/0") + part.first * out.dtype.itemsize
+                read_box(self.location, name, first, part.box.shape, within, out)
         except FileNotFoundError:
             raise _missing(f"key {key!r} at offset {at}", path, key) from None
         except StorageError as error:
@@ -318,7 +309,7 @@ class DcpFiles:
             MissingKeyError, ChunkMissingError: see :meth:`object_bytes`.
         """
         data = self.object_bytes(key)
-        return load_bytes(data, f"{self.location.url}/{self.objects[key].file}", key)
+        return load_bytes(data, f"{self.location.url}/{self.objects[key].relative_path}", key)
 
     def object_bytes(self, key: str) -> bytes:
         """Return an object as it is stored.
@@ -337,9 +328,9 @@ class DcpFiles:
             )
         try:
             stop = extent.offset + extent.length
-            return read_bytes(self.location, extent.file, extent.offset, stop)
+            return read_bytes(self.location, extent.relative_path, extent.offset, stop)
         except FileNotFoundError:
-            path = f"{self.location.url}/{extent.file}"
+            path = f"{self.location.url}/{extent.relative_path}"
             raise _missing(f"object {key!r}", path, key) from None
 
 
