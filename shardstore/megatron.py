@@ -205,16 +205,7 @@ class PlainZarrSaveStrategy(ZarrSaveShardedStrategy):
     It accepts the arguments of Megatron-Core's class. They have no effect.
     """
 
-    def __init__(
-        self,
-        backend: str = DCP_BACKEND,
-        version: int = 1,
-        keep_only_main_replica: bool = True,
-        thread_count: int = 1,
-        cached_metadata: bool = False,
-        separation_hint: str | None = None,
-        cpu_shm_mode: bool = False,
-    ) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(ZARR_BACKEND, 2)
 
 
@@ -285,32 +276,17 @@ def _megatron_version() -> tuple[int, ...]:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-class AnyFormatLoadStrategy(LoadShardedStrategy):
+class AnyFormatLoadStrategy(dcp_strategies.TorchDistLoadShardedStrategy):
     """Takes the place of ``TorchDistLoadShardedStrategy``, and reads every format.
 
     Tensors whose data type differs from the stored one are cast, with one warning.
     """
-
-    cached_global_metadata = None
-
-    def __init__(
-        self,
-        cache_metadata: bool = False,
-        stream_ckpt_dequant: bool = True,
-        checkpoint_name: str | Path | None = None,
-    ) -> None:
-        self.cache_metadata = cache_metadata
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Accept every backend."""
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Accept every version."""
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True: this strategy handles ShardedObjects too."""
-        return True
 
     def load(
         self,

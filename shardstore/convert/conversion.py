@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.convert.formats import Receipts, Target
+from shardstore.convert.formats import Receipts, ShardstoreTarget, Target, ZarrSource
 from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, is_file_name
-from shardstore.convert.zarr import ShardstoreTarget, ZarrSource
 from shardstore.core import maybe_load_config
 from shardstore.errors import (
     ArgumentError,
@@ -152,7 +151,8 @@ def convert(
     log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
     started = perf_counter()
     opened = open_source(place, found)
-    same = [about, opened.identity(), int(memory_budget), int(file_bytes)]
+    stamps = [opened.place.stamp(name) for name in opened.roots]
+    same = [about, stamps, int(memory_budget), int(file_bytes)]
     journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
     sources = {built.key_of(key): meta for key, meta in opened.arrays.items()}
     arrays = [
@@ -298,8 +298,7 @@ def _require_apart(source: Location, target: Location) -> None:
     """Raise :class:`ArgumentError` if source and target are the same or one lies inside the other,
     also through links."""
     if _within(target, source):
-        same = _within(source, target)
-        where = "is the source itself" if same else "lies inside the source"
+        where = "is the source itself" if _within(source, target) else "lies inside the source"
     elif _within(source, target):
         where = "holds the source"
     else:
@@ -316,8 +315,8 @@ def _within(inner: Location, outer: Location) -> bool:
         return f"{inner.url}/".startswith(f"{outer.url}/")
     path = inner.path.resolve()
     with suppress(OSError):  # ``outer`` does not exist
-        there = [above for above in (path, *path.parents) if above.exists()]
-        return any(above.samefile(outer.path) for above in there)  # a mount gives it a second name
+        # A mount gives a folder a second name.
+        return any(p.samefile(outer.path) for p in (path, *path.parents) if p.exists())
     return False
 
 

@@ -11,20 +11,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from shardstore.convert.formats import Arrays, Extras, FileTarget, Receipts, values_of
 from shardstore.core import DCP_BACKEND, CheckpointingConfig
-from shardstore.dcp.files import DcpFiles, append
+from shardstore.dcp.files import DcpFiles, append, tensor_metadata
 from shardstore.megatron import modernise, modernised_key
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -32,7 +24,6 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, CONFIG_NAME
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.ranges import read_bytes
 from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StateRecord, as_text, is_long
@@ -42,8 +33,10 @@ from shardstore.values.torch_values import dump_bytes, load_bytes
 class DcpSource:
     """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
 
+    roots = (METADATA_NAME,)
+
     def __init__(self, place: Location) -> None:
-        self._place = place
+        self.place = place
         self._files = DcpFiles.open(place)
         self.arrays = self._files.arrays
         self.read: Callable[[Sequence[RegionRead]], None] = self._files.read
@@ -56,8 +49,8 @@ class DcpSource:
         """Return the common part and sharded objects; values as JSON if they have a JSON form."""
         files = self._files
         objects = {key: partial(files.read_unwrapped, key) for key in files.objects}
-        if self._place.exists(COMMON_STATE_NAME):
-            return Extras(self._place.read(COMMON_STATE_NAME), objects=objects)
+        if self.place.exists(COMMON_STATE_NAME):
+            return Extras(self.place.read(COMMON_STATE_NAME), objects=objects)
         if common := objects.pop(f"{COMMON_OBJECT}/shard_0_1", None):  # Megatron-Core 0.19
             return Extras(dump_bytes(common()), objects=objects)
         values: dict[str, Any] = {}
@@ -72,10 +65,6 @@ class DcpSource:
             else:
                 values[key] = document
         return Extras(None, StateRecord(files.paths, values), found)
-
-    def identity(self) -> list[Any]:
-        """Return the stamp of ``.metadata``."""
-        return [self._place.stamp(METADATA_NAME)]
 
 
 class DcpTarget(FileTarget):
@@ -121,18 +110,16 @@ class DcpTarget(FileTarget):
         """Write the values that are not tensors, and make the metadata."""
         arrays = {meta.key: meta for meta in self._arrays}
         paths: dict[str, Any] = {key: self._extras.record.paths.get(key, (key,)) for key in arrays}
-        about: dict[str, Any] = {
-            key: TensorStorageMetadata(
-                TensorProperties(dtypes.torch_dtype(meta.dtype)), torch.Size(meta.shape), []
-            )
-            for key, meta in arrays.items()
-        }
+        boxes: dict[str, list[Box]] = {key: [] for key in arrays}
         stored: dict[MetadataIndex, Any] = {}
         for (key, index), place in sorted(receipts.items()):
             box = arrays[key].grid.box(index)
-            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            about[key].chunks.append(chunk)
+            boxes[key].append(box)
             stored[MetadataIndex(key, box.offset)] = place
+        about: dict[str, Any] = {
+            key: tensor_metadata(dtypes.torch_dtype(meta.dtype), meta.shape, boxes[key])
+            for key, meta in arrays.items()
+        }
         values = list(self._values(self._extras))
         # A value may be a BytesIO itself, whose content append() would take for a saved value.
         places = self._put([io.BytesIO(dump_bytes(value)) for _, _, value in values])
@@ -154,9 +141,7 @@ class DcpTarget(FileTarget):
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield key, expected bytes and stored bytes of each value that is not a tensor."""
         for key, _, value in self._values(extras):
-            extent = self._files.objects[key]
-            stop = extent.offset + extent.length
-            yield key, dump_bytes(value), read_bytes(self._at, extent.file, extent.offset, stop)
+            yield key, dump_bytes(value), self._files.object_bytes(key)
 
     def publish(self) -> None:
         """Write the metadata, which makes the files a checkpoint.

@@ -78,43 +78,6 @@ def _damaged(path: str, what: object) -> DamagedCheckpointError:
     )
 
 
-def _read_header(
-    folder: Location, name: str
-) -> tuple[dict[str, tuple[ArrayMeta, Place]], dict[str, str]]:
-    """Return the tensors of a file, and its metadata.
-
-    Raises:
-        DamagedCheckpointError: the file is truncated or not a safetensors file.
-        DTypeMismatchError: a tensor has a data type that cannot be stored.
-    """
-    path, size = f"{folder.url}/{name}", folder.size(name) or 0
-    length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
-    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise _damaged(path, f"a header of {length} bytes in a file of {size}")
-    found = {}
-    try:
-        header = msgspec.json.decode(read_bytes(folder, name, 8, 8 + length), type=dict[str, Any])
-        metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])
-        entries = msgspec.convert(header, dict[str, _Entry])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(path, error) from error
-    for key, entry in entries.items():
-        if entry.dtype not in _NAMES:
-            raise DTypeMismatchError(
-                f"key {key!r} of {path} has data type {entry.dtype!r}, which cannot be stored as a "
-                f"Zarr array; known: {', '.join(_NAMES)}",
-                key=key,
-                url=path,
-            )
-        grid = Grid(entry.shape, tuple(max(1, n) for n in entry.shape))
-        array = ArrayMeta(key, key, grid, _NAMES[entry.dtype], codecs=())
-        start, stop = (8 + length + offset for offset in entry.data_offsets)
-        if stop - start != array_bytes(array) or stop > size:
-            raise _damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
-        found[key] = array, (name, start)
-    return found, metadata
-
-
 class SafetensorsSource:
     """Safetensors files of one folder.
 
@@ -124,23 +87,52 @@ class SafetensorsSource:
         weight_map: key -> name of the file, from the index; ``None``: all tensors of the files.
 
     Raises:
-        DamagedCheckpointError: a file is damaged.
+        DamagedCheckpointError: a file is truncated or not a safetensors file.
+        DTypeMismatchError: a tensor has a data type that cannot be stored.
         FileNotFoundError: a file is missing.
     """
 
     def __init__(
         self, folder: Location, names: Sequence[str], weight_map: Mapping[str, str] | None = None
     ) -> None:
-        self._folder, self._names = folder, names
+        self.place, self.roots = folder, sorted(names)
         self.arrays: dict[str, ArrayMeta] = {}
         self._places: dict[str, Place] = {}
         self._metadata: dict[str, str] = {}
         for name in names:
-            found, metadata = _read_header(folder, name)
-            self._metadata.update(metadata)
-            for key, (array, place) in found.items():
-                if weight_map is None or weight_map.get(key) == name:
-                    self.arrays[key], self._places[key] = array, place
+            self._add(name, weight_map)
+
+    def _add(self, name: str, weight_map: Mapping[str, str] | None) -> None:
+        """Add the tensors and the metadata of a file."""
+        folder, path = self.place, f"{self.place.url}/{name}"
+        size, length = (
+            folder.size(name) or 0,
+            int.from_bytes(read_bytes(folder, name, 0, 8), "little"),
+        )
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise _damaged(path, f"a header of {length} bytes in a file of {size}")
+        try:
+            text = read_bytes(folder, name, 8, 8 + length)
+            header = msgspec.json.decode(text, type=dict[str, Any])
+            self._metadata |= msgspec.convert(header.pop(METADATA, {}), dict[str, str])
+            entries = msgspec.convert(header, dict[str, _Entry])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _damaged(path, error) from error
+        for key, entry in entries.items():
+            if entry.dtype not in _NAMES:
+                raise DTypeMismatchError(
+                    f"key {key!r} of {path} has data type {entry.dtype!r}, which cannot be stored "
+                    f"as a Zarr array; known: {', '.join(_NAMES)}",
+                    key=key,
+                    url=path,
+                )
+            grid = Grid(entry.shape, tuple(max(1, n) for n in entry.shape))
+            array = ArrayMeta(key, key, grid, _NAMES[entry.dtype], codecs=())
+            start, stop = (8 + length + offset for offset in entry.data_offsets)
+            if stop - start != array_bytes(array) or stop > size:
+                raise _damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
+            if weight_map is None or weight_map.get(key) == name:
+                self.arrays[key], self._places[key] = array, (name, start)
 
     @classmethod
     def open(cls, place: Location) -> SafetensorsSource:
@@ -189,9 +181,9 @@ class SafetensorsSource:
         key = read.array.key
         name, start = self._places[key]
         try:
-            read_box(self._folder, name, start, self.arrays[key].shape, read.box, read.out)
+            read_box(self.place, name, start, self.arrays[key].shape, read.box, read.out)
         except (FileNotFoundError, ValueError) as error:
-            path = f"{self._folder.url}/{name}"
+            path = f"{self.place.url}/{name}"
             raise DamagedCheckpointError(
                 f"key {key!r}: {path} changed while it was read ({error})", key=key, url=path
             ) from error
@@ -202,7 +194,7 @@ class SafetensorsSource:
         kept = metadata.pop(STATE_METADATA, None)
         record = StateRecord()
         if kept is not None:
-            path = f"{self._folder.url}/{self._names[0]}"
+            path = f"{self.place.url}/{self.roots[0]}"
             try:
                 about = {"shardstore": {MEMBER: json.loads(kept)}}
             except ValueError as error:
@@ -210,10 +202,6 @@ class SafetensorsSource:
             record = StateRecord.from_root(about, path) or record
         metadata.pop("format", None)
         return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})
-
-    def identity(self) -> list[Any]:
-        """Return stamps of the files."""
-        return [self._folder.stamp(name) for name in sorted(self._names)]
 
 
 def _named(place: Location) -> tuple[Location, str]:
@@ -284,10 +272,12 @@ class SafetensorsTarget(FileTarget):
         Raises:
             DTypeMismatchError: the format lacks the data type of a tensor.
         """
-        self._arrays, self._heads = arrays, self._headers(arrays, record_of(extras))
+        self._arrays = arrays
+        self._heads = self._headers(record_of(extras))
         if self._at.is_local:
             for name, head in self._heads.items():
-                with self._opened(name) as file:
+                path = f"{self._at.url}/{name}"
+                with open(path, "r+b" if os.path.exists(path) else "w+b") as file:
                     file.write(head)
                     file.truncate(self._sizes[name])
             return known
@@ -295,27 +285,39 @@ class SafetensorsTarget(FileTarget):
         self._done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
         return {at: row for at, row in known.items() if self._places[at[0]][0] in self._done}
 
-    def _headers(self, arrays: Sequence[ArrayMeta], record: StateRecord) -> dict[str, bytes]:
-        """Return the header of each file. Set the tensors' places and the files' sizes."""
+    def _headers(self, record: StateRecord) -> dict[str, bytes]:
+        """Return the header of each file, with its length before it. The tensors follow in their
+        order. Set the tensors' places and the files' sizes.
+
+        Raises:
+            DTypeMismatchError: the format lacks the data type of a tensor.
+        """
         file_bytes = sys.maxsize if self._single else self._file_bytes
-        starts = accumulate(map(array_bytes, arrays), initial=0)
-        numbered = groupby(zip(arrays, starts, strict=False), lambda one: one[1] // file_bytes)
+        starts = accumulate(map(array_bytes, self._arrays), initial=0)
+        numbered = groupby(zip(self._arrays, starts, strict=False), lambda at: at[1] // file_bytes)
         groups = [[meta for meta, _ in group] for _, group in numbered] or [[]]
-        metadata = {"format": "pt", STATE_METADATA: json.dumps(record.to_json())}
+        about = {"format": "pt", STATE_METADATA: json.dumps(record.to_json())}
         heads = {}
         for i, group in enumerate(groups):
             name = self._single or f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
-            heads[name] = _header(group, metadata if i == 0 else {"format": "pt"})
-            position = len(heads[name])
+            header: dict[str, Any] = {METADATA: about if i == 0 else {"format": "pt"}}
+            stop = 0
             for meta in group:
-                self._places[meta.key] = name, position
-                position += array_bytes(meta)
-            self._sizes[name] = position
+                if meta.dtype not in _CODES:
+                    raise DTypeMismatchError(
+                        f"key {meta.key!r} has data type {meta.dtype}, which safetensors lacks; "
+                        "convert it first",
+                        key=meta.key,
+                    )
+                start, stop = stop, stop + array_bytes(meta)
+                header[meta.key] = _Entry(_CODES[meta.dtype], meta.shape, (start, stop))
+            text = msgspec.json.encode(header)
+            text += b" " * (-len(text) % 8)
+            heads[name] = len(text).to_bytes(8, "little") + text
+            for meta in group:
+                self._places[meta.key] = name, len(heads[name]) + header[meta.key].data_offsets[0]
+            self._sizes[name] = len(heads[name]) + stop
         return heads
-
-    def _opened(self, name: str) -> Any:
-        path = f"{self._at.url}/{name}"
-        return open(path, "r+b" if os.path.exists(path) else "w+b")
 
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write chunks to their places in the files. The chunks are in the order of the files."""
@@ -328,7 +330,8 @@ class SafetensorsTarget(FileTarget):
                 continue
             corner = chunk.array.grid.box(chunk.index).offset
             first = Grid(chunk.array.shape, (1,) * values.ndim).linear(corner)
-            with store_errors("writing", f"{self._at.url}/{name}"), self._opened(name) as file:
+            path = f"{self._at.url}/{name}"
+            with store_errors("writing", path), open(path, "r+b") as file:
                 file.seek(start + first * values.itemsize)
                 file.write(data)
         return [None] * len(chunks)
@@ -364,8 +367,7 @@ class SafetensorsTarget(FileTarget):
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected header and stored header of each file."""
-        again = record_of(extras, logging.DEBUG)
-        for name, head in self._headers(self._arrays, again).items():
+        for name, head in self._headers(record_of(extras, logging.DEBUG)).items():
             yield name, head, read_bytes(self._at, name, 0, len(head))
 
     def publish(self) -> None:
@@ -389,29 +391,3 @@ class SafetensorsTarget(FileTarget):
             with suppress(Exception):
                 self._stream.discard()
             self._stream = None
-
-
-def _header(arrays: Sequence[ArrayMeta], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file, with its length before it. The tensors follow in their order.
-
-    Raises:
-        DTypeMismatchError: the format lacks the data type of a tensor.
-    """
-    header: dict[str, Any] = {METADATA: dict(metadata)}
-    position = 0
-    for meta in arrays:
-        if meta.dtype not in _CODES:
-            raise DTypeMismatchError(
-                f"key {meta.key!r} has data type {meta.dtype}, which safetensors lacks; convert it "
-                "first",
-                key=meta.key,
-            )
-        start, position = position, position + array_bytes(meta)
-        header[meta.key] = {
-            "dtype": _CODES[meta.dtype],
-            "shape": list(meta.shape),
-            "data_offsets": [start, position],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -12,9 +12,9 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple, TypeVar, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -42,8 +42,7 @@ from shardstore.errors import (
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
-from shardstore.storage.format.names import COMMON_OBJECT, require_inside
-from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.format.names import COMMON_OBJECT, DCP_METADATA_NAME, require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_box, read_bytes
 from shardstore.storage.stores.location import Location
@@ -51,18 +50,8 @@ from shardstore.values.record import state_path
 from shardstore.values.torch_archive import Records
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
-T = TypeVar("T")
-
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
-
-
-class Extent(NamedTuple):
-    """Range of bytes of a file that holds an item."""
-
-    file: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +66,7 @@ class StoredPart:
     """
 
     box: Box
-    extent: Extent
+    extent: _StorageInfo
     stored_shape: tuple[int, ...]
     first: int = 0
 
@@ -99,6 +88,14 @@ def append(file: IO[bytes], name: str, value: object) -> _StorageInfo:
     else:
         torch.save(value, file)
     return _StorageInfo(name, start, file.tell() - start)
+
+
+def tensor_metadata(
+    dtype: torch.dtype, shape: Sequence[int], boxes: Iterable[Box]
+) -> TensorStorageMetadata:
+    """Return DCP's metadata of a tensor that consists of boxes."""
+    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
 
 
 class _Inert:
@@ -158,7 +155,7 @@ class DcpFiles:
     location: Location
     arrays: dict[str, ArrayMeta] = field(default_factory=dict)
     parts: dict[str, Sequence[StoredPart]] = field(default_factory=dict)
-    objects: dict[str, Extent] = field(default_factory=dict)
+    objects: dict[str, _StorageInfo] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     _corners: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
 
@@ -183,7 +180,44 @@ class DcpFiles:
 
         Raises: the errors of :meth:`open`.
         """
-        return _unpickled(location, data, _parsed)
+        url = f"{location.url}/{DCP_METADATA_NAME}"
+        with as_damage(url):
+            metadata = _unpickled(data, url)
+            stored: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {}
+            for index, info in metadata.storage_data.items():
+                if info.transform_descriptors:
+                    raise FormatVersionError(
+                        f"{url}: {index.fqn!r} was transformed when it was written "
+                        f"({info.transform_descriptors}); shardstore cannot undo that",
+                        key=index.fqn,
+                        url=url,
+                    )
+                name = require_inside(info.relative_path, url)
+                offset = None if index.offset is None else tuple(index.offset)
+                stored[index.fqn, offset] = _StorageInfo(name, int(info.offset), int(info.length))
+            paths = _paths_of(metadata)
+            if not all(type(key) is str for key in (*metadata.state_dict_metadata, *paths)):
+                raise TypeError("a key is not a string")
+            files = cls(location, paths={key: state_path(path) for key, path in paths.items()})
+            original = vars(metadata).get("mcore_data") or {}
+            for key, about in metadata.state_dict_metadata.items():
+                if not isinstance(about, TensorStorageMetadata):
+                    files.objects[key] = stored[key, None]
+                    continue
+                parts = []
+                for chunk in about.chunks:
+                    box = Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
+                    parts.append(StoredPart(box, stored[key, box.offset], box.shape))
+                shape = tuple(map(int, about.size))
+                unfolded = original.get(key, {}).get(ORIGINAL_SHAPE)
+                if unfolded is not None:
+                    parts = [part for one in parts for part in _unfolded(one, shape, unfolded)]
+                    shape = tuple(map(int, unfolded))
+                grid = Grid(shape, tuple(max(1, n) for n in shape))
+                dtype = dtypes.zarr_name(about.properties.dtype)
+                files.arrays[key] = ArrayMeta(key, key, grid, dtype, codecs=())
+                files.parts[key] = parts
+            return files
 
     def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:
         """Read regions of tensors into their destinations.
@@ -232,33 +266,34 @@ class DcpFiles:
 
     def _read_part(self, meta: ArrayMeta, part: StoredPart, within: Box, out: NDArray[Any]) -> None:
         """Read a box of a part into ``out``. The box's offset is relative to the part's corner."""
-        key, extent = meta.key, part.extent
-        path = f"{self.location.url}/{extent.file}"
+        key, at, extent = meta.key, part.box.offset, part.extent
+        name, first = extent.relative_path, extent.offset
+        path = f"{self.location.url}/{name}"
+        what = f"key {key!r} at offset {at}: {path} holds no such tensor at byte {first}"
         try:
-            view = RangeFile(self.location, extent.file, extent.offset, extent.length)
-            dtype = dtypes.torch_dtype(meta.dtype)
-            start = _plain_start(view, part.stored_shape, dtype, path)
-            if start is None:
-                flat = dtypes.as_numpy(_loaded(view, part.stored_shape, path)).reshape(-1)
-                found = flat[part.first : part.first + part.box.size].reshape(part.box.shape)
-                where: tuple[Any, ...] = (..., *within.slices)
-                out[...] = found[where]
-                return
-            first = extent.offset + start + part.first * out.dtype.itemsize
-            read_box(self.location, extent.file, first, part.box.shape, within, out)
+            with as_damage(path, what, key):
+                view = RangeFile(self.location, name, first, extent.length)
+                found = load_bytes(view, path, key, meta=True)
+                if not isinstance(found, torch.Tensor) or found.shape != part.stored_shape:
+                    raise ValueError("the stored item is not a tensor of this shape")
+                if found.dtype != dtypes.torch_dtype(meta.dtype):
+                    raise ValueError(f"the stored data type is {found.dtype}")
+                if not found.is_contiguous() or found.storage_offset():
+                    flat = dtypes.as_numpy(load_bytes(view, path, key)).reshape(-1)
+                    where: tuple[Any, ...] = (..., *within.slices)
+                    held = flat[part.first : part.first + part.box.size]
+                    out[...] = held.reshape(part.box.shape)[where]
+                    return
+                records = Records(view)
+                if records.size("data/0") < found.nbytes:
+                    raise ValueError("the tensor is truncated")
+                first += records.start("data/0") + part.first * out.dtype.itemsize
+                read_box(self.location, name, first, part.box.shape, within, out)
         except FileNotFoundError:
-            raise _missing(f"key {key!r} at offset {part.box.offset}", path, key) from None
+            raise _missing(f"key {key!r} at offset {at}", path, key) from None
         except StorageError as error:
             error.key = error.key or key
             raise
-        except (RuntimeError, ValueError, DamagedCheckpointError, KeyError) as error:
-            raise DamagedCheckpointError(
-                f"key {key!r} at offset {part.box.offset}: {path} holds no such tensor at byte "
-                f"{part.extent.offset} ({type(error).__name__}: {error}); the checkpoint is "
-                "damaged, load an earlier one",
-                key=key,
-                url=path,
-            ) from error
 
     def read_unwrapped(self, key: str) -> Any:
         """Load an object without the list of one in which Megatron-Core stores it. Raises the
@@ -270,8 +305,18 @@ class DcpFiles:
         """Load an object with :func:`.load_bytes`.
 
         Raises:
-            MissingKeyError: the checkpoint has no object with this key.
             UnsafeObjectError: the object needs a class that is not allowed.
+            MissingKeyError, ChunkMissingError: see :meth:`object_bytes`.
+        """
+        data = self.object_bytes(key)
+        return load_bytes(data, f"{self.location.url}/{self.objects[key].relative_path}", key)
+
+    def object_bytes(self, key: str) -> bytes:
+        """Return an object as it is stored.
+
+        Raises:
+            MissingKeyError: the checkpoint has no object with this key.
+            ChunkMissingError: the file is missing.
         """
         extent = self.objects.get(key)
         if extent is None:
@@ -281,14 +326,12 @@ class DcpFiles:
                 key=key,
                 url=self.location.url,
             )
-        path = f"{self.location.url}/{extent.file}"
         try:
-            data = read_bytes(
-                self.location, extent.file, extent.offset, extent.offset + extent.length
-            )
+            stop = extent.offset + extent.length
+            return read_bytes(self.location, extent.relative_path, extent.offset, stop)
         except FileNotFoundError:
+            path = f"{self.location.url}/{extent.relative_path}"
             raise _missing(f"object {key!r}", path, key) from None
-        return load_bytes(data, path, key)
 
 
 def remove_keys(location: Location, prefix: str) -> bool:
@@ -304,47 +347,49 @@ def remove_keys(location: Location, prefix: str) -> bool:
     def stays(key: str) -> bool:
         return not key.startswith(prefix) or key.startswith(f"{COMMON_OBJECT}/")
 
-    def edited(_: Location, old: Metadata) -> tuple[Metadata, set[str]]:
+    url = f"{location.url}/{DCP_METADATA_NAME}"
+    with as_damage(url):
+        old = _unpickled(_read(location), url)
         kept = {index: at for index, at in old.storage_data.items() if stays(index.fqn)}
         held = {at.relative_path for at in kept.values()}
-        names = {at.relative_path for at in old.storage_data.values()} - held
+        names = {require_inside(at.relative_path, url) for at in old.storage_data.values()} - held
+        names = {name for name in names if name.startswith(prefix)}
         about = {key: one for key, one in old.state_dict_metadata.items() if stays(key)}
         for one in about.values():
             if isinstance(one, TensorStorageMetadata):
                 one.properties = TensorProperties(dtype=one.properties.dtype)
-        paths = old.planner_data if isinstance(old.planner_data, dict) else {}
-        paths = {key: path for key, path in paths.items() if stays(key)}
+        paths = {key: path for key, path in _paths_of(old).items() if stays(key)}
         new = Metadata(about, paths or None, kept, StorageMeta(), old.version)
         cast(Any, new).mcore_data = vars(old).get("mcore_data", {})
-        return new, {name for name in names if name.startswith(prefix)}
-
-    metadata, names = _unpickled(location, _read(location), edited)
     if names:
-        location.replace(METADATA_NAME, pickle.dumps(metadata))
+        location.replace(DCP_METADATA_NAME, pickle.dumps(new))
     for name in names:
-        location.delete(require_inside(name, f"{location.url}/{METADATA_NAME}"))
+        location.delete(name)
     return bool(names)
 
 
 def _read(location: Location) -> bytes:
     """Return the content of ``.metadata``."""
     try:
-        return location.read(METADATA_NAME)
+        return location.read(DCP_METADATA_NAME)
     except FileNotFoundError:
-        url = f"{location.url}/{METADATA_NAME}"
+        url = f"{location.url}/{DCP_METADATA_NAME}"
         raise NotACheckpointError(
             f"{url} is missing: {location.url} is not a complete DCP checkpoint", url=url
         ) from None
 
 
-def _unpickled(location: Location, data: bytes, use: Callable[[Location, Metadata], T]) -> T:
-    """Return the result of ``use`` for the metadata that a ``.metadata`` document holds."""
-    url = f"{location.url}/{METADATA_NAME}"
-    with as_damage(url):
-        metadata = _Unpickler(io.BytesIO(data)).load()
-        if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
-            return use(location, metadata)
+def _unpickled(data: bytes, url: str) -> Metadata:
+    """Return the metadata that a ``.metadata`` document holds."""
+    metadata = _Unpickler(io.BytesIO(data)).load()
+    if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
+        return metadata
     raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
+
+
+def _paths_of(metadata: Metadata) -> dict[str, Any]:
+    """Return the path of each key that has one."""
+    return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
 
 
 def _missing(what: str, path: str, key: str) -> ChunkMissingError:
@@ -353,45 +398,6 @@ def _missing(what: str, path: str, key: str) -> ChunkMissingError:
         key=key,
         url=path,
     )
-
-
-def _parsed(location: Location, metadata: Metadata) -> DcpFiles:
-    stored: dict[tuple[str, tuple[int, ...] | None], Extent] = {}
-    for index, info in metadata.storage_data.items():
-        if info.transform_descriptors:
-            raise FormatVersionError(
-                f"{location.url}: {index.fqn!r} was transformed when it was written "
-                f"({info.transform_descriptors}); this version of shardstore cannot undo that",
-                key=index.fqn,
-                url=location.url,
-            )
-        name = require_inside(info.relative_path, f"{location.url}/{METADATA_NAME}")
-        offset = None if index.offset is None else tuple(index.offset)
-        stored[index.fqn, offset] = Extent(name, int(info.offset), int(info.length))
-    original = vars(metadata).get("mcore_data") or {}
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    if not all(type(key) is str for key in (*metadata.state_dict_metadata, *paths)):
-        raise TypeError("a key is not a string")
-    files = DcpFiles(location, paths={key: state_path(path) for key, path in paths.items()})
-    for key, about in metadata.state_dict_metadata.items():
-        if not isinstance(about, TensorStorageMetadata):
-            files.objects[key] = stored[key, None]
-            continue
-        shape = tuple(map(int, about.size))
-        boxes = [
-            Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
-            for chunk in about.chunks
-        ]
-        found = [StoredPart(box, stored[key, box.offset], box.shape) for box in boxes]
-        unfolded = original.get(key, {}).get(ORIGINAL_SHAPE)
-        if unfolded is not None:
-            found = [part for one in found for part in _unfolded(one, shape, unfolded)]
-            shape = tuple(map(int, unfolded))
-        grid = Grid(shape, tuple(max(1, n) for n in shape))
-        dtype = dtypes.zarr_name(about.properties.dtype)
-        files.arrays[key] = ArrayMeta(key, key, grid, dtype, codecs=())
-        files.parts[key] = found
-    return files
 
 
 def _unfolded(
@@ -417,27 +423,3 @@ def _unfolded(
         out.append(StoredPart(moved, part.extent, part.box.shape, first))
         first += box.size
     return out
-
-
-def _plain_start(
-    view: RangeFile, shape: tuple[int, ...], dtype: torch.dtype, path: str
-) -> int | None:
-    """Return the byte at which a saved tensor's elements begin; None if it is not contiguous."""
-    found = _loaded(view, shape, path, meta=True)
-    if found.dtype != dtype:
-        raise ValueError(f"the stored data type is {found.dtype}")
-    if not found.is_contiguous() or found.storage_offset():
-        return None
-    records = Records(view)
-    if records.size("data/0") < found.numel() * found.element_size():
-        raise ValueError("the tensor is truncated")
-    return records.start("data/0")
-
-
-def _loaded(
-    view: RangeFile, shape: tuple[int, ...], path: str, *, meta: bool = False
-) -> torch.Tensor:
-    found = load_bytes(view, path, meta=meta)
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
-        raise ValueError("the stored item is not a tensor of this shape")
-    return found

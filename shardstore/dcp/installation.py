@@ -130,9 +130,9 @@ def install(
     """
 
     storage_options = options.get("storage_options")
+    given: WriterKeywords = {"overwrite": True, **options}
 
     def new_writer() -> StorageWriter:
-        given: WriterKeywords = {"overwrite": True, **options}
         return StorageWriter(allow_pickle=allow_pickle, dcp_marker=True, **given)
 
     def new_reader() -> StorageReader:
@@ -168,24 +168,15 @@ def install(
     class InAProcess(process):  # type: ignore[misc, valid-type]
         """Passes our writer to DCP's process for saves, because nothing is installed there."""
 
-        def execute_save(
-            self,
-            staged: Any,
-            *,
-            checkpoint_id: Place | None = None,
-            storage_writer: Any = None,
-            **options: Any,
-        ) -> Any:
-            return super().execute_save(
-                staged,
-                checkpoint_id=checkpoint_id,
-                storage_writer=choose(storage_writer, checkpoint_id),
-                **options,
-            )
+        def execute_save(self, *args: Any, **options: Any) -> Any:
+            writer = choose(options.get("storage_writer"), options.get("checkpoint_id"))
+            return super().execute_save(*args, **{**options, "storage_writer": writer})
 
-    choices: dict[tuple[Any, str], Any] = {
-        (state_dict_saver, "_storage_setup"): choose,
-        (state_dict_loader, "_storage_setup"): choose,
-        (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"): InAProcess,
-    }
-    return Installation({**choices, **handing_on(new_reader)})
+    return Installation(
+        {
+            (saver, "_storage_setup"): choose,
+            (loader, "_storage_setup"): choose,
+            (saver, "_ProcessBasedAsyncCheckpointExecutor"): InAProcess,
+            **handing_on(new_reader),
+        }
+    )

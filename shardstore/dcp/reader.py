@@ -11,33 +11,22 @@ import io
 import logging
 import os
 import pickle
-import secrets
-import weakref
 from collections import UserList
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from shardstore.errors import (
-    CheckpointingException,
-    KeyNameError,
-)
+from shardstore.dcp.files import tensor_metadata
+from shardstore.errors import CheckpointingException, KeyNameError
 from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, using
 from shardstore.loading.plan import plan_reads, require_cast, require_writable
@@ -53,26 +42,16 @@ from shardstore.values.record import StatePath, StateRecord
 
 logger = logging.getLogger(__name__)
 
-_at_home: weakref.WeakValueDictionary[bytes, SentItems] = weakref.WeakValueDictionary()
-
 
 class SentItems(UserList[ReadItem]):
     """A rank's read items, sent as bytes that are unpickled only on access.
 
-    DCP sends the items to the coordinator and back. Back on their own rank they are the original
-    objects. This makes a load of 2,000 arrays on four ranks three times as fast.
+    DCP sends the items to the coordinator and back. There they stay bytes unless its planner looks
+    at them. This makes a load of 2,000 arrays on four ranks three times as fast.
     """
 
-    def __init__(self, token: bytes, packed: bytes) -> None:
-        self._token, self._packed = token, packed
-
-    @classmethod
-    def kept(cls, items: list[ReadItem]) -> SentItems:
-        """Return items to send. The caller keeps a reference to them until they are back."""
-        made = cls(secrets.token_bytes(16), b"")
-        made.data = items
-        _at_home[made._token] = made
-        return made
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
 
     @cached_property
     def data(self) -> list[ReadItem]:  # type: ignore[override]
@@ -82,21 +61,9 @@ class SentItems(UserList[ReadItem]):
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if "data" in vars(self) and self is not _at_home.get(self._token):
+        if "data" in vars(self):
             return list, (self.data,)  # accessed, and perhaps changed
-        self._packed = self._packed or pickle.dumps(self.data)
-        return _arrived, (self._token, self._packed)
-
-
-def _arrived(token: bytes, packed: bytes) -> SentItems:
-    return _at_home.get(token) or SentItems(token, packed)
-
-
-def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    """Return a tensor's metadata for DCP's planner: one chunk, because any region can be read."""
-    size = torch.Size(shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-    return TensorStorageMetadata(TensorProperties(dtype), size, [whole])
+        return SentItems, (self._packed,)
 
 
 class Placed:
@@ -110,30 +77,21 @@ class Placed:
         ArgumentError: an argument has a wrong type or value.
     """
 
-    _purpose: ClassVar[str]
-    """Verb and DCP function for the error about a missing place, such as ``"write to:save"``."""
-
     def __init__(
         self, url: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
     ) -> None:
         Location.of(os.curdir, storage_options)  # refuses options of another type
         self._storage_options = storage_options
-        self._location: Location | None = None
-        if url is not None:
-            self._go_to(url)
-
-    def _go_to(self, place: str | os.PathLike[str]) -> None:
-        self._location = Location.of(place, self._storage_options)
+        self._location = None if url is None else Location.of(url)
 
     @property
     def _place(self) -> Location:
         if self._location is None:
-            verb, function = self._purpose.split(":")
             raise CheckpointingException(
-                f"the {type(self).__name__} has no place to {verb}: give it a URL, or give "
-                f"torch.distributed.checkpoint.{function} a checkpoint_id"
+                f"the {type(self).__name__} has no place: give it a URL, or give the save or load "
+                "of torch.distributed.checkpoint a checkpoint_id"
             )
-        # A pickled location has no options; DCP pickles it for its process for saves.
+        # The location is kept without them, because they are lost when DCP pickles it.
         return Location.of(self._location, self._storage_options)
 
     @property
@@ -179,8 +137,6 @@ class StorageReader(Placed, DcpStorageReader):
         ArgumentError: an argument has a wrong type or value.
     """
 
-    _purpose = "read from:load"
-
     def __init__(
         self,
         url: str | os.PathLike[str] | None = None,
@@ -197,13 +153,12 @@ class StorageReader(Placed, DcpStorageReader):
         self._stored: StoredCheckpoint | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._values: dict[str, Callable[[], Any]] = {}
-        self._sent: SentItems | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load. All ranks call it."""
         if checkpoint_id is not None:
-            self._go_to(checkpoint_id)
-        self._stored = self._sent = None
+            self._location = Location.of(checkpoint_id)
+        self._stored = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the checkpoint, from one document. All ranks call it.
@@ -216,12 +171,13 @@ class StorageReader(Placed, DcpStorageReader):
         stored = StoredCheckpoint(self._place, threads=self._threads)
         stored.require()
         paths = self._find_values(stored)
+        tensors = {key: (dtypes.torch_dtype(a.dtype), a.shape) for key, a in stored.arrays.items()}
+        tensors |= {key: (one.dtype, tuple(one.shape)) for key, one in self._tensors.items()}
+        # One box for each tensor, because any region can be read.
         found: dict[str, Any] = {
-            key: _described(dtypes.torch_dtype(meta.dtype), meta.shape)
-            for key, meta in stored.arrays.items()
+            key: tensor_metadata(dtype, shape, [Box((0,) * len(shape), shape)])
+            for key, (dtype, shape) in tensors.items()
         }
-        for key, tensor in self._tensors.items():
-            found[key] = _described(tensor.dtype, tuple(tensor.shape))
         found.update((key, BytesStorageMetadata()) for key in self._values)
         self._stored = stored
         return Metadata(
@@ -287,8 +243,7 @@ class StorageReader(Placed, DcpStorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan with items that are sent as bytes. All ranks call it."""
-        self._sent = SentItems.kept(plan.items)
-        return replace(plan, items=cast(list[ReadItem], self._sent))
+        return replace(plan, items=cast(list[ReadItem], SentItems(pickle.dumps(plan.items))))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged. The coordinator calls it."""
@@ -339,7 +294,6 @@ class StorageReader(Placed, DcpStorageReader):
         assemble(reads, cast(Any, wanted), url)
         for item, target in targets:
             planner.commit_tensor(item, target)
-        self._sent = None
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import io
 import math
-import operator
 import os
 import pickle
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -48,19 +47,18 @@ from shardstore.mapping import (
     is_main_replica,
 )
 from shardstore.saving.replicas import without_main_replica
-from shardstore.saving.session import SaveSession, session_of
+from shardstore.saving.session import session_of
 from shardstore.saving.sources import TensorSource, require_plain
 from shardstore.saving.staging import Staging
 from shardstore.sharded.coverage import check_reports, report_shards
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
-from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
-from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
-from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.location import Location, store_errors
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -79,9 +77,6 @@ from shardstore.utils import sharded_tensors_of
 
 BACKEND, VERSION = DCP_BACKEND, 1
 WRITER_THREADS = 2
-
-_Copy: TypeAlias = torch.Tensor | io.BytesIO | ChunkWrite
-_Shapes = dict[str, dict[str, tuple[int, ...]]]
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -149,13 +144,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             StorageError: the place is in an object store, or the disk failed.
             CheckpointingException: DCP raised an error on some rank; every rank raises it.
         """
-        _, saving = self._planned(sharded_state_dict, checkpoint_dir)
-        error: Exception | None = None
-        try:
-            saving.write()
-        except Exception as problem:
-            error = problem
-        saving.finish(error)
+        saving = _FilesSave(self, sharded_state_dict, checkpoint_dir)
+        saving.finish(saving.write)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -173,182 +163,97 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         Raises: the errors of :meth:`save`. An error of one rank after the plan is made is raised on
             every rank, when the request is finalised.
         """
-        session, saving = self._planned(sharded_state_dict, checkpoint_dir)
-        options, timed = SaveOptions(), _untimed
-        if session is not None:
-            options, timed = session.options, session.timed
-        failure: Exception | None = None
+        saving = _FilesSave(self, sharded_state_dict, checkpoint_dir)
         try:
-            with timed("stage"):
-                saving.stage(options.staging_budget_bytes, overlap=options.overlap_staging)
+            saving.stage()
         except Exception as problem:
-            # Raised here, only this rank would see it. The finalisation raises it on every rank.
-            saving.close()
-            failure = problem
-        if session is not None:
-            session.staging = saving.staging
-            session.failure = session.failure or failure
-
-        def error() -> BaseException | None:
-            return failure if session is None else session.failure
-
-        def write() -> None:
-            if error() is not None:
-                saving.close()
-                return
-            with timed("write"):
-                saving.write()
+            # Raised here, only this rank would see it. Raised by write(), all ranks learn of it.
+            saving.failure = problem
 
         def finish() -> None:
-            if session is None:
-                saving.finish(failure)
-                return
-            # An asynchronous save has other connections between the ranks than the plan had.
-            saving.ranks = session.ranks
             try:
-                saving.finish(session.failure)
+                saving.finish()
             except Exception as problem:
-                session.failure = session.failure or problem
+                if saving.session is None:
+                    raise
+                saving.session.failure = saving.session.failure or problem
 
-        return AsyncRequest(write, (), [finish])
+        return AsyncRequest(saving.write, (), [finish])
 
-    def _planned(
-        self, state_dict: ShardedStateDict, place: str | Path
-    ) -> tuple[SaveSession | None, _FilesSave]:
-        """Agree with all ranks on the items that each writes. Every rank waits for all others."""
-        session = session_of(place)
-        saving = _FilesSave(
-            url=str(place) if session is None else session.target.url,
-            ranks=Ranks.current() if session is None else session.ranks,
-            threads=self.thread_count,
-            hint=self.separation_hint or "",
-        )
 
-        def prepare() -> _Planner:
+class _FilesSave:
+    """One rank's part of a save. Every rank makes one, and waits for all others: they decide which
+    items each rank writes. Then it calls :meth:`stage` or not, :meth:`write` and :meth:`finish`.
+
+    Args:
+        strategy: the strategy, with the number and names of files.
+        state_dict: tensors and objects of this rank.
+        place: the place as the strategy got it.
+
+    Attributes:
+        session: the session that writes at the place, if there is one.
+        failure: an error of this rank, which :meth:`write` raises.
+
+    Raises:
+        CheckpointingException: some rank failed; raised on every rank.
+    """
+
+    def __init__(
+        self,
+        strategy: TorchDistSaveShardedStrategy,
+        state_dict: ShardedStateDict,
+        place: str | Path,
+    ) -> None:
+        self.session = session = session_of(place)
+        self.failure: Exception | None = None
+        self._url = str(place) if session is None else session.target.url
+        self._ranks = ranks = Ranks.current() if session is None else session.ranks
+        self._options = SaveOptions() if session is None else session.options
+        self._threads, self._hint = strategy.thread_count, strategy.separation_hint or ""
+        # Keys are flat already, and shards stay shards.
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staging: Staging | None = None
+        self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
+        self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
+
+        def local() -> SavePlan:
             if session is not None and session.failure is not None:
                 raise session.failure
-            location = Location.of(place)
-            if not location.is_local:
-                raise location.error(
+            self._folder = Location.of(place)
+            if not self._folder.is_local:
+                raise self._folder.error(
                     f": the {BACKEND!r} format is written to local folders only: save to a disk, "
                     "and copy the folder"
                 )
-            saving.folder = location.url
-            only_main = self.keep_only_main_replica
-            planner = _planner_of(state_dict, only_main, saving.ranks.is_coordinator)
-            if only_main and (session is None or session.options.validate_access_integrity):
-                planner.report = report_shards(nested_values(state_dict))
-            return planner
-
-        saving.plan(prepare)
-        return session, saving
-
-
-def _untimed(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-class _Planner(DefaultSavePlanner):
-    """Planner that keeps flat keys. It sends the coordinator the original shapes of flattened
-    tensors, the keys of which this rank holds only copies, and the shards that are checked."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        self.copies: list[str] = []
-        self.report = report_shards(())
-
-    def create_local_plan(self) -> SavePlan:
-        told = self.shapes, self.copies, self.report
-        return replace(super().create_local_plan(), planner_data=told)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        cast(Any, metadata).mcore_data = {}
-        for rank, plan in enumerate(all_plans):
-            shapes, copies, _ = plan.planner_data
-            cast(Any, metadata).mcore_data.update(shapes)
-            if lost := set(copies) - set(metadata.state_dict_metadata):
-                raise without_main_replica(sorted(lost), rank)
-        check_reports([plan.planner_data[2] for plan in all_plans])
-        return plans, metadata
-
-
-@dataclass
-class _FilesSave:
-    """One rank's part of a save: plan, copy, write, finish.
-
-    Attributes:
-        url: the target of the save, for errors.
-        ranks: ranks of the save.
-        threads: number of files that this rank writes at a time.
-        hint: prefix of keys. Tensors and objects with this prefix go into separate files, whose
-            names begin with it too.
-        folder: local folder to write to.
-        staging: the copy of the state; None before :meth:`stage`.
-    """
-
-    url: str
-    ranks: Ranks
-    threads: int
-    hint: str
-    folder: str = ""
-    staging: Staging | None = None
-    _planner: _Planner = field(default_factory=_Planner)
-    _items: list[WriteItem] = field(default_factory=list)
-    _metadata: Metadata | None = None
-    _copies: dict[MetadataIndex, _Copy] = field(default_factory=dict)
-    _written: list[tuple[MetadataIndex, _StorageInfo]] = field(default_factory=list)
-
-    def plan(self, prepare: Callable[[], _Planner]) -> None:
-        """Decide which items each rank writes. Every rank calls it and waits for all others.
-
-        Args:
-            prepare: makes this rank's planner. Its error makes the plan fail on every rank.
-
-        Raises:
-            CheckpointingException: some rank failed; raised on every rank.
-        """
-
-        def local() -> SavePlan:
-            self._planner = prepare()
-            try:
-                os.makedirs(self.folder, exist_ok=True)
-            except OSError as problem:
-                raise self._own(problem) from problem
-            return self._planner.create_local_plan()
+            only_main = strategy.keep_only_main_replica
+            state, told = _prepared(state_dict, only_main)
+            if only_main and self._options.validate_access_integrity:
+                told.report = report_shards(nested_values(state_dict))
+            with store_errors("creating", self._url):
+                os.makedirs(self._folder.url, exist_ok=True)
+            self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
+            return replace(self._planner.create_local_plan(), planner_data=told)
 
         def decide(reports: list[bytes]) -> bytes:
-            local = [pickle.loads(one) for one in reports]
-            held = [{item.index for item in plan.items} for plan in local]
-            try:
-                plans, self._metadata = self._planner.create_global_plan(local)
-            except CheckpointingException:
-                raise
-            except Exception as problem:
-                raise CheckpointingException(
-                    f"PyTorch DCP refuses the joint plan of the ranks for {self.url}: "
-                    f"{type(problem).__name__}: {problem}"
-                ) from problem
-            kept = ({item.index for item in plan.items} for plan in plans)
-            return pickle.dumps(list(map(operator.sub, held, kept)))
+            """Return the items of each rank that another rank writes."""
+            asked = [pickle.loads(one) for one in reports]
+            plans, self._metadata = _joint_plan(self._planner, asked)
+            both = zip(asked, plans, strict=True)
+            return pickle.dumps([_indexes(own) - _indexes(kept) for own, kept in both])
 
-        what = f"planning the save to {self.url}"
-        plan, answer = self.ranks.step(what, local, pickle.dumps, decide)
-        of_others = pickle.loads(answer)[self.ranks.rank]
+        plan, answer = ranks.step(f"planning the save to {self._url}", local, pickle.dumps, decide)
+        of_others = pickle.loads(answer)[ranks.rank]
         self._items = [item for item in plan.items if item.index not in of_others]
 
-    def stage(self, budget_bytes: int | None, *, overlap: bool) -> None:
-        """Copy this rank's items, so that the state may be changed. :meth:`write` uses the copy.
-
-        Args:
-            budget_bytes: largest size of the copy in host memory; None: no limit.
-            overlap: copy in a thread, and return at once.
+    def stage(self) -> None:
+        """Copy this rank's items, so that the state may be changed. :meth:`write` uses the copy,
+        and raises an error of the copying.
 
         Raises:
             ArgumentError: the copy is larger than the budget.
             MemoryError: the host memory is too small for the copy.
         """
+        budget_bytes = self._options.staging_budget_bytes
         found = {item.index: self._planner.resolve_data(item) for item in self._items}
         size = sum(
             data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
@@ -360,11 +265,23 @@ class _FilesSave:
                 f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
                 "save with ('zarr', 2), which can copy while it writes"
             )
-        self._copies = {index: _copied(index.fqn, data) for index, data in found.items()}
-        self.staging = Staging(list(self._chunks().values()), threads=self.threads)
-        self.staging.start(overlap=overlap)
-        if self.staging.error is not None:
-            raise self.staging.error
+        chunks: dict[MetadataIndex, ChunkWrite] = {}
+        for index, data in found.items():
+            if isinstance(data, io.BytesIO):  # the planner has just made it
+                self._copies[index] = data
+            elif str(data.dtype).removeprefix("torch.") not in dtypes.names():
+                self._copies[index] = data.detach().to("cpu", copy=True)
+            else:
+                shape = tuple(data.shape)
+                grid = Grid(shape, tuple(max(1, n) for n in shape))
+                array = ArrayMeta(index.fqn, "", grid, dtypes.zarr_name(data.dtype))
+                source = TensorSource(data, index.fqn).part()
+                chunks[index] = ChunkWrite(array, (0,) * len(shape), source)
+        self._staged = list(chunks)
+        self._staging = Staging(list(chunks.values()), threads=self._threads)
+        if self.session is not None:
+            self.session.staging = self._staging
+        self._staging.start(overlap=self._options.overlap_staging)
 
     def write(self) -> None:
         """Write this rank's files, from the copy if there is one. It waits for no other rank.
@@ -373,24 +290,27 @@ class _FilesSave:
             StorageError: the disk failed.
         """
         try:
-            if self.staging is not None:
-                self._copies.update(zip(self._chunks(), self.staging.copies(), strict=True))
-            run_batched(self._files(), self._write_files, threads=self.threads)
-        except Exception as problem:
-            raise self._own(problem) from problem
+            if self.failure is not None:
+                raise self.failure
+            if self._staging is not None:
+                copies = (dtypes.as_tensor(copy.data()) for copy in self._staging.copies())
+                self._copies.update(zip(self._staged, copies, strict=True))
+            run_batched(self._files(), self._write_files, threads=self._threads)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):  # torch.save() hides it
+                cause = cause.__cause__ or cause.__context__
+            if cause is None or isinstance(error, CheckpointingException):
+                raise
+            reason = str(cause) if cause.errno is None else os.strerror(cause.errno)
+            rank = self._ranks.rank
+            own = StorageError(f"writing {self._url} failed on rank {rank}: {reason}")
+            own.errno, own.rank, own.url = cause.errno, rank, self._url
+            raise own from error
         finally:
-            self.close()
-
-    def close(self) -> None:
-        """Free the memory of the copy. Further calls do nothing."""
-        staging, self.staging = self.staging, None
-        self._copies = {}
-        if staging is not None:
-            staging.close()
-
-    def _chunks(self) -> dict[MetadataIndex, ChunkWrite]:
-        """Return the items that the staging copies."""
-        return {i: data for i, data in self._copies.items() if isinstance(data, ChunkWrite)}
+            self._copies = {}
+            if self._staging is not None:
+                self._staging.close()
 
     def _files(self) -> list[tuple[str, list[WriteItem]]]:
         """Return the name and the items of each file; files of a prefix have about equal sizes.
@@ -398,81 +318,117 @@ class _FilesSave:
         With a prefix, half of the files are for keys that have it, at least one; as in
         Megatron-Core.
         """
-        most = max(1, self.threads // 2) if self.hint else self.threads
+        most = max(1, self._threads // 2) if self._hint else self._threads
         by_prefix: dict[str, list[WriteItem]] = {"": []}
         for item in self._items:
-            prefix = self.hint if item.index.fqn.startswith(self.hint) else ""
+            prefix = self._hint if item.index.fqn.startswith(self._hint) else ""
             by_prefix.setdefault(prefix, []).append(item)
         files: list[tuple[str, list[WriteItem]]] = []
         for prefix, items in by_prefix.items():
-            parts: list[list[WriteItem]] = [[] for _ in range(min(most, len(items)))]
-            sizes = [0] * len(parts)
-            for item in sorted(items, key=_size_of, reverse=True):
-                least = sizes.index(min(sizes))
-                parts[least].append(item)
-                sizes[least] += _size_of(item)
-            for part in parts:
-                files.append((f"{prefix}__{self.ranks.rank}_{len(files)}.distcp", part))
+            items.sort(key=_size_of, reverse=True)
+            for first in range(min(most, len(items))):
+                name = f"{prefix}__{self._ranks.rank}_{len(files)}.distcp"
+                files.append((name, items[first::most]))
         return files
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
         for name, items in files:
-            with open(os.path.join(self.folder, name), "wb") as file:
+            with open(os.path.join(self._folder.url, name), "wb") as file:
                 for item in items:
-                    self._written.append((item.index, append(file, name, self._data(item))))
+                    data = self._copies.get(item.index)
+                    if data is None:
+                        data = self._planner.resolve_data(item)
+                    if isinstance(data, torch.Tensor):
+                        data = data.detach().cpu()
+                        if data.untyped_storage().size() != data.nbytes:
+                            data = data.clone()  # else torch.save() writes all that it is a view of
+                    self._written.append((item.index, append(file, name, data)))
 
-    def _data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return an item in host memory, from the copy if there is one."""
-        data = self._copies.get(item.index)
-        if data is None:
-            data = self._planner.resolve_data(item)
-        if isinstance(data, ChunkWrite):
-            data = dtypes.as_tensor(data.data())
-        if isinstance(data, torch.Tensor):
-            data = data.detach().cpu()
-            if data.untyped_storage().size() != data.nbytes:
-                data = data.clone()  # torch.save would write the whole storage of a view
-        return data
-
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, work: Callable[[], None] = lambda: None) -> None:
         """Report the items that this rank wrote; then the coordinator writes ``.metadata``.
 
         Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others.
 
         Args:
-            error: error of this rank. It prevents the writing of ``.metadata``.
+            work: called first; its error, or the session's, prevents the writing of ``.metadata``.
 
         Raises:
             CheckpointingException: some rank failed; raised on every rank.
         """
 
         def decide(reports: list[bytes]) -> bytes:
-            assert self._metadata is not None
             written = [pair for report in reports for pair in pickle.loads(report)]
             self._metadata.storage_data = dict(written)
             self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
             self._metadata.version = CURRENT_DCP_VERSION
-            try:
-                Location.of(self.folder).replace(METADATA_NAME, pickle.dumps(self._metadata))
-            except Exception as problem:
-                raise self._own(problem) from problem
+            self._folder.replace(DCP_METADATA_NAME, pickle.dumps(self._metadata))
             return b""
 
-        report = b"" if error is not None else pickle.dumps(self._written)
-        self.ranks.together(report, what=f"saving to {self.url}", error=error, decide=decide)
+        session = self.session
+        # An asynchronous save has other connections between the ranks than the plan had.
+        ranks = self._ranks if session is None else session.ranks
+        error = self.failure if session is None else session.failure
+        report = lambda _: pickle.dumps(self._written)  # noqa: E731
+        ranks.step(f"saving to {self._url}", work, report, decide, error=error)
 
-    def _own(self, error: BaseException) -> BaseException:
-        """Return a StorageError with rank and place for an OSError or an error that it caused.
-        Return other errors unchanged."""
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None or isinstance(error, CheckpointingException):
-            return error
-        reason = str(cause) if cause.errno is None else os.strerror(cause.errno)
-        own = StorageError(f"writing {self.url} failed on rank {self.ranks.rank}: {reason}")
-        own.errno, own.rank, own.url = cause.errno, self.ranks.rank, self.url
-        return own
+
+@dataclass
+class _Told:
+    """A rank's report to the coordinator, in addition to its items.
+
+    Attributes:
+        shapes: key -> original shape of a flattened tensor, as Megatron-Core's metadata has it.
+        copies: keys of which the rank holds only copies.
+        report: the shards that are checked.
+    """
+
+    shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
+    report: bytes = report_shards(())
+
+
+def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, Any], _Told]:
+    """Return this rank's tensors and objects by flat key, for DCP's planner."""
+    told = _Told()
+    shards: dict[str, list[torch.Tensor]] = {}
+    state: dict[str, Any] = {}
+    for value in nested_values(state_dict):
+        if only_main and not is_main_replica(value.replica_id):
+            is_object = isinstance(value, ShardedObject)
+            told.copies.append(value.unique_key if is_object else value.key)
+        elif isinstance(value, ShardedObject):
+            state[value.unique_key] = [value.data]
+        elif isinstance(value, ShardedTensor):
+            if value.data is not None:
+                require_plain(value.data, value.key)
+                # DCP writes the memory of a tensor, not its conjugate and negative bits.
+                value = replace(value, data=value.data.resolve_conj().resolve_neg())
+            told.shapes.setdefault(value.key, {})
+            if value.flattened_range is not None:
+                told.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
+                value = _folded(value)
+            shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
+    state.update((key, LocalShardsContainer(found)) for key, found in shards.items())
+    return state, told
+
+
+def _joint_plan(
+    planner: DefaultSavePlanner, asked: list[SavePlan]
+) -> tuple[list[SavePlan], Metadata]:
+    """Return the items that each rank writes, and the metadata. The coordinator calls it."""
+    try:
+        plans, metadata = planner.create_global_plan(asked)
+    except Exception as problem:
+        raise CheckpointingException(
+            f"PyTorch DCP refuses the joint plan of the ranks: {type(problem).__name__}: {problem}"
+        ) from problem
+    told: list[_Told] = [plan.planner_data for plan in asked]
+    for rank, one in enumerate(told):
+        if lost := set(one.copies) - set(metadata.state_dict_metadata):
+            raise without_main_replica(sorted(lost), rank)
+    check_reports([one.report for one in told])
+    cast(Any, metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
+    return plans, metadata
 
 
 def _size_of(item: WriteItem) -> int:
@@ -481,49 +437,8 @@ def _size_of(item: WriteItem) -> int:
     return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
 
 
-def _copied(key: str, data: torch.Tensor | io.BytesIO) -> _Copy:
-    """Return the data to write for an item.
-
-    A tensor becomes a chunk that the staging copies. If no array has its data type, it is copied
-    here. The planner's bytes are a copy already.
-    """
-    if isinstance(data, io.BytesIO):
-        return data
-    try:
-        name = dtypes.zarr_name(data.dtype)
-    except CheckpointingException:
-        return data.detach().to("cpu", copy=True)
-    shape = tuple(data.shape)
-    array = ArrayMeta(key, "", Grid(shape, tuple(max(1, n) for n in shape)), name)
-    return ChunkWrite(array, (0,) * len(shape), TensorSource(data, key).part())
-
-
-def _planner_of(state_dict: ShardedStateDict, only_main: bool, is_coordinator: bool) -> _Planner:
-    """Return a planner for this rank's tensors and objects, by flat key."""
-    planner = _Planner()
-    shards: dict[str, list[torch.Tensor]] = {}
-    state: dict[str, Any] = {}
-    for value in nested_values(state_dict):
-        if only_main and not is_main_replica(value.replica_id):
-            is_object = isinstance(value, ShardedObject)
-            planner.copies.append(value.unique_key if is_object else value.key)
-        elif isinstance(value, ShardedObject):
-            state[value.unique_key] = [value.data]
-        elif isinstance(value, ShardedTensor):
-            if value.data is not None:
-                require_plain(value.data, value.key)
-                # DCP writes the memory of a tensor and ignores its conjugate and negative bits.
-                value = replace(value, data=value.data.resolve_conj().resolve_neg())
-            planner.shapes.setdefault(value.key, {})
-            if value.flattened_range is not None:
-                planner.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
-                value = _folded(value)
-            shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
-    state.update((key, LocalShardsContainer(found)) for key, found in shards.items())
-    with warnings.catch_warnings():  # DCP warns about the options of the planner
-        warnings.simplefilter("ignore")
-        planner.set_up_planner(state, is_coordinator=is_coordinator)
-    return planner
+def _indexes(plan: SavePlan) -> set[MetadataIndex]:
+    return {item.index for item in plan.items}
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Unpack
@@ -29,11 +29,7 @@ from torch.futures import Future
 
 from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
-from shardstore.errors import (
-    AccessPatternError,
-    CheckpointingException,
-    KeyNameError,
-)
+from shardstore.errors import AccessPatternError, CheckpointingException, KeyNameError
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
 from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.sources import CutChunk, fetched
@@ -44,10 +40,10 @@ from shardstore.storage.commit.publish import About, Files, publish, write_chunk
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import grid_of
 from shardstore.storage.format.manifest import RankManifest
-from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
-from shardstore.storage.format.names import check_collisions
+from shardstore.storage.format.names import DCP_METADATA_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, require_bool
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
@@ -65,7 +61,7 @@ class Task:
     Attributes:
         rank: position of the rank's plan.
         attempt_id: the attempt that all ranks write to.
-        layouts: layouts of the rank's tensors on all ranks.
+        layouts: layouts of the tensors on all ranks.
     """
 
     rank: int
@@ -82,23 +78,12 @@ class Report:
         cut: chunks that several ranks hold, with this rank's pieces.
         values: flat key -> JSON form of a value that is not a tensor.
         files: flat keys of values in separate files.
-        pickled: flat keys of values in separate files that have no JSON form.
     """
 
     manifest: bytes = b""
     cut: list[CutChunk] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
-    pickled: list[str] = field(default_factory=list)
-
-
-def _layouts_of(plan: SavePlan, layouts: Layouts) -> Layouts:
-    """Return the layouts of the tensors in a plan."""
-    keys = {item.index.fqn for item in plan.items}
-    return Layouts(
-        {key: layouts.edges[key] for key in keys & layouts.edges.keys()},
-        {key: layouts.ranges[key] for key in keys & layouts.ranges.keys()},
-    )
 
 
 def with_items(rank: int, plan: SavePlan) -> SavePlan:
@@ -234,8 +219,6 @@ class StorageWriter(Placed, DcpStorageWriter):
         ArgumentError: an argument has a wrong type or value.
     """
 
-    _purpose = "write to:save"
-
     def __init__(
         self,
         url: str | os.PathLike[str] | None = None,
@@ -266,7 +249,7 @@ class StorageWriter(Placed, DcpStorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save. All ranks call it."""
         if checkpoint_id is not None:
-            self._go_to(checkpoint_id)
+            self._location = Location.of(checkpoint_id)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -306,7 +289,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         self._attempt = attempt
         self._abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
         return [
-            replace(plan, storage_data=Task(rank, attempt.id, _layouts_of(plan, layouts)))
+            replace(plan, storage_data=Task(rank, attempt.id, layouts))
             for rank, plan in enumerate(plans)
         ]
 
@@ -327,7 +310,34 @@ class StorageWriter(Placed, DcpStorageWriter):
         attempt = checkpoints.join(self._place, task.attempt_id, self.options)
         if self._attempt is None:
             attempt.require_seen()
-        report = self._written(plan.items, planner, task, attempt)
+        start, self._rank = perf_counter(), task.rank
+        manifest, report = RankManifest(task.rank), Report()
+        files = Files(attempt, manifest, self.options.budget_bytes)
+        tensors, pickled = [], []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, io.BytesIO):
+                if not self._put_value(item.index.fqn, data, files, report):
+                    pickled.append(item.index.fqn)
+                continue
+            tensor = _sharded(item, data)
+            is_flat = tensor.key in task.layouts.ranges
+            tensors.append(as_flat_range(tensor) if is_flat else tensor)
+        if pickled:
+            shown = ", ".join(map(repr, pickled[:8]))
+            logger.warning("%d value(s) have no JSON form and are pickled: %s", len(pickled), shown)
+        planned = plan_writes(tensors, task.rank, self.options, layouts=task.layouts)
+        for chunk in planned.cut:
+            local: dict[int, Source] = {n: fetched(source) for n, source in chunk.local.items()}
+            report.cut.append(replace(chunk, local=local))
+        # The largest chunks first, so that no large chunk is sent alone at the end. The sort is
+        # stable, so chunks of one array keep their order.
+        planned.writes.sort(key=lambda write: -write.array.chunk_bytes)
+        files.flush_beside(
+            lambda: write_chunks(attempt, self.options, manifest, planned.arrays, planned.writes)
+        )
+        manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
+        report.manifest = manifest.to_bytes()
         if self.options.durable and self._attempt is None:
             attempt.flush()
         # One result for all items: only the coordinator's finish() reads them.
@@ -335,54 +345,15 @@ class StorageWriter(Placed, DcpStorageWriter):
         future.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return future
 
-    def _written(
-        self, items: Iterable[WriteItem], planner: SavePlanner, task: Task, attempt: Attempt
-    ) -> Report:
-        """Write a rank's items. It waits for no other rank."""
-        start, self._rank = perf_counter(), task.rank
-        manifest, report = RankManifest(task.rank), Report()
-        files = Files(attempt, manifest, self.options.budget_bytes)
-        tensors = []
-        for item in items:
-            data = planner.resolve_data(item)
-            if isinstance(data, io.BytesIO):
-                self._put_value(item.index.fqn, data, files, report)
-                continue
-            tensor = _sharded(item, data)
-            is_flat = tensor.key in task.layouts.ranges
-            tensors.append(as_flat_range(tensor) if is_flat else tensor)
-        if report.pickled:
-            shown = ", ".join(map(repr, report.pickled[:8]))
-            logger.warning(
-                "%d value(s) have no JSON form and are pickled: %s", len(report.pickled), shown
-            )
-        plan = plan_writes(tensors, task.rank, self.options, layouts=task.layouts)
-        for chunk in plan.cut:
-            local: dict[int, Source] = {n: fetched(source) for n, source in chunk.local.items()}
-            report.cut.append(replace(chunk, local=local))
-        # The largest chunks first, so that no large chunk is sent alone at the end. The sort is
-        # stable, so chunks of one array keep their order.
-        plan.writes.sort(key=lambda write: -write.array.chunk_bytes)
-        files.flush_beside(
-            lambda: write_chunks(attempt, self.options, manifest, plan.arrays, plan.writes)
-        )
-        manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
-        report.manifest = manifest.to_bytes()
-        return report
-
-    def _put_value(self, key: str, stream: io.BytesIO, files: Files, report: Report) -> None:
+    def _put_value(self, key: str, stream: io.BytesIO, files: Files, report: Report) -> bool:
         """Put a value that is not a tensor into the report, or into a file if it is long or has no
-        JSON form."""
-        data, suffix = stream.getvalue(), ".pt"
+        JSON form. Return whether it has one."""
+        sharded, data = ShardedObject(key, None, (1,), (0,)), stream.getvalue()
         stream.seek(0)
         # The planner has just pickled it, in this process.
         value = torch.load(stream, map_location="cpu", weights_only=False)
         try:
             document, text = as_text(value)
-            if not is_long(text):
-                report.values[key] = document
-                return
-            data, suffix = text.encode(), ".json"
         except NotPlainError as reason:
             if not self._allow_pickle:
                 raise CheckpointingException(
@@ -391,9 +362,15 @@ class StorageWriter(Placed, DcpStorageWriter):
                     "pass allow_pickle=True to shardstore.dcp.StorageWriter or install",
                     key=key,
                 ) from reason
-            report.pickled.append(key)
-        files.put(object_file(ShardedObject(key, None, (1,), (0,)), suffix), data)
-        report.files.append(key)
+            files.put(object_file(sharded), data)
+            report.files.append(key)
+            return False
+        if is_long(text):
+            files.put(object_file(sharded, ".json"), text.encode())
+            report.files.append(key)
+        else:
+            report.values[key] = document
+        return True
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merge chunks that several ranks hold, and commit. The coordinator calls it.
@@ -417,7 +394,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
         for chunk in itertools.chain.from_iterable(report.cut for report in reports):
             cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
-        own = next(manifest for manifest in manifests if manifest.rank == self._rank)
+        own = manifests[self._rank]
         arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
         writes = [_joined(chunk) for chunk in cut.values()]
         write_chunks(attempt, self.options, own, arrays.values(), writes)
@@ -434,7 +411,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         self._attempt = self._abandon = None
         if self._marker:
             # After the commit, because programs take a folder with it for a complete checkpoint.
-            self._place.replace(METADATA_NAME, MARKER)
+            self._place.replace(DCP_METADATA_NAME, MARKER)
             forget_listings(self._place)
 
 

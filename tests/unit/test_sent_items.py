@@ -1,14 +1,12 @@
-"""Items of a plan that travel as bytes: a list to whoever looks, at home what was kept."""
+"""Items of a plan that travel as bytes: a list to whoever looks, unpickled only then."""
 
 from __future__ import annotations
 
-import gc
 import pickle
 import subprocess
 import sys
 from typing import Any
 
-from shardstore.dcp import reader as sent_items
 from shardstore.dcp.reader import SentItems
 
 
@@ -30,45 +28,27 @@ class Item:
     __hash__ = None  # type: ignore[assignment]
 
 
-def sent(items: SentItems) -> SentItems:
-    return sent_for(pickle.dumps(items))
-
-
-def abroad(items: SentItems) -> SentItems:
-    """As another process would get it."""
-    data = pickle.dumps(items)
-    kept = sent_items._at_home.pop(items._token)
-    try:
-        return sent_for(data)
-    finally:
-        sent_items._at_home[items._token] = kept
-
-
-def sent_for(data: bytes) -> SentItems:
-    found = pickle.loads(data)
+def sent(items: list[Any]) -> SentItems:
+    found = pickle.loads(pickle.dumps(SentItems(pickle.dumps(items))))
     assert isinstance(found, SentItems)
     return found
 
 
-def test_they_come_home_as_what_was_kept() -> None:
-    items = SentItems.kept([Item("a"), Item("b")])
-    assert sent(items) is items
-
-
-def test_abroad_nothing_is_unpickled_before_somebody_looks() -> None:
-    items = SentItems.kept([Item(name) for name in "abc"])
+def test_nothing_is_unpickled_before_somebody_looks() -> None:
+    items = [Item(name) for name in "abc"]
     Item.unpickled = 0
-    there = abroad(items)
-    assert pickle.dumps(there) == pickle.dumps(items)
+    there = sent(items)
+    again = pickle.loads(pickle.dumps(there))
     assert Item.unpickled == 0
     assert len(there) == 3
-    assert list(there) == list(items)
+    assert list(there) == items
     assert Item.unpickled == 3
     assert there[1] is there[1]
+    assert list(again) == items
 
 
 def test_another_process_reads_them() -> None:
-    items = SentItems.kept([("a", 1), ("b", 2)])  # type: ignore[list-item]
+    items = sent([("a", 1), ("b", 2)])
     program = (
         "import pickle, sys; got = pickle.load(sys.stdin.buffer); "
         "sys.stdout.buffer.write(pickle.dumps([*got, ('c', 3)]))"
@@ -79,16 +59,8 @@ def test_another_process_reads_them() -> None:
     assert pickle.loads(done.stdout) == [("a", 1), ("b", 2), ("c", 3)]
 
 
-def test_nothing_is_kept_for_whoever_let_go() -> None:
-    items = SentItems.kept([Item("a")])
-    data = pickle.dumps(items)
-    del items
-    gc.collect()
-    assert [item.name for item in pickle.loads(data)] == ["a"]
-
-
 def test_what_was_changed_abroad_is_what_arrives() -> None:
-    there = abroad(SentItems.kept([Item("a"), Item("b")]))
+    there: Any = sent([Item("a"), Item("b")])
     there.remove(Item("a"))
     there.append(Item("c"))
     assert pickle.loads(pickle.dumps(there)) == [Item("b"), Item("c")]
