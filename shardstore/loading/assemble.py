@@ -13,7 +13,7 @@ from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.loading.context import LoadContext
 from shardstore.loading.host import Read, read_through_host
 from shardstore.loading.plan import ReadPlan
-from shardstore.loading.replicas import Exchange
+from shardstore.loading.replicas import by_chunk, exchange
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.storage.movers.chunks import chunk_parts
 from shardstore.storage.movers.parallel import default_threads
@@ -39,7 +39,6 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
         context = replace(context, group=None)
     stored, meter = context.stored, context.meter
     done = meter.count if meter is not None and meter.is_watched else None
-    exchange: Exchange | None = None
     with context.together(), torch.no_grad():
         regions = [region for one in plan.values() for region in one.regions]
         if meter is not None:
@@ -49,10 +48,9 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
         for one in plan.values():
             if one.is_padded:
                 one.target.zero_()
-        if context.group is not None:
-            exchange = Exchange(context, regions, done)
-    if exchange is not None:
-        exchange.run()
+        parts = {} if context.group is None else by_chunk(regions)
+    if context.group is not None:
+        exchange(context, parts, done)
         return
     budget_bytes = context.budget_bytes
     if stored.location.is_local:

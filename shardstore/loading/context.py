@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
-from shardstore.errors import NotACheckpointError
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import file_bytes_in
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import run_together
@@ -142,7 +140,7 @@ def opened(
 
     In an object store, the root document is requested once.
     """
-    location = location_of(checkpoint_dir, storage_options)
+    location = Location.given(checkpoint_dir, storage_options)
     context = context_of(location)
     is_read = context.stored.documents or "root" in vars(context.stored)
     if not location.is_local and not is_read:
@@ -167,18 +165,3 @@ def find_strategies(
         common_strategy,
         config=stored_config(context.stored),
     )
-
-
-def location_of(
-    checkpoint_dir: str | Path | Location, storage_options: Mapping[str, Any] | None = None
-) -> Location:
-    """Return the location of a path or URL.
-
-    Raises:
-        NotACheckpointError: the path is a file.
-    """
-    location = Location.given(checkpoint_dir, storage_options)
-    if location.is_local and location.path.is_file():
-        found = instead(location) or "give the folder that save() wrote"
-        raise NotACheckpointError(f"{location.url} is a file; {found}", url=location.url)
-    return location

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Box
+from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
 from shardstore.storage.movers.parallel import in_rounds
 
@@ -72,6 +72,7 @@ def read_through_host(
     regions: Sequence[RegionRead],
     budget_bytes: int,
     done: ReadDone | None = None,
+    chunks: Sequence[Piece] = (),
 ) -> None:
     """Read regions to their destinations, :class:`HostRead` through buffers.
 
@@ -81,21 +82,18 @@ def read_through_host(
         budget_bytes: memory for the buffers. A compressed chunk, which cannot be read in parts, may
             need more.
         done: called as the regions fill, with bytes of their destinations.
+        chunks: further chunks, which are read once for all of their destinations.
 
     Raises:
         ChunkMissingError, ChunkCorruptError: as ``read``.
     """
     through = [region for region in regions if isinstance(region, HostRead)]
-    direct = [region for region in regions if not isinstance(region, HostRead)]
-    if direct or not through:
-        read(direct, done)
-    if not through:
-        return
+    read([region for region in regions if not isinstance(region, HostRead)], done)
     limit_bytes = max(1, budget_bytes // BUFFERS)
-    batches = in_batches((p for one in through for p in _pieces(one, limit_bytes)), limit_bytes)
+    pieces = [piece for region in through for piece in _pieces(region, limit_bytes)]
+    batches = in_batches([*pieces, *chunks], limit_bytes)
     pinned = any(region.out.is_cuda for region in through)
-    buffers = read_ahead(read, batches, pinned=pinned)
-    for batch, buffer in zip(batches, buffers, strict=True):
+    for batch, buffer in zip(batches, read_ahead(read, batches, pinned=pinned), strict=False):
         deliver(buffer, batch, done)
 
 
@@ -177,13 +175,7 @@ def box_of(part: ChunkPart) -> Box:
 
 def _split(box: Box, most: int) -> Iterator[Box]:
     """Cut a box into boxes of at most ``most`` elements, in C order."""
-    if box.size <= most:
-        yield box
-        return
-    axis = next(i for i, n in enumerate(box.shape) if n > 1)
-    rows = max(1, most // (box.size // box.shape[axis]))
-    for start in range(0, box.shape[axis], rows):
-        offset, shape = list(box.offset), list(box.shape)
-        offset[axis] += start
-        shape[axis] = min(rows, box.shape[axis] - start)
-        yield from _split(Box(tuple(offset), tuple(shape)), most)
+    for start in range(0, box.size, most):
+        for part in flat_range_boxes(box.shape, start, min(start + most, box.size)):
+            offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
+            yield Box(offset, part.shape)

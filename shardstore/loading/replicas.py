@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -34,6 +35,7 @@ from shardstore.loading.context import LoadContext
 from shardstore.loading.host import (
     HostRead,
     Piece,
+    Read,
     box_of,
     deliver,
     in_batches,
@@ -53,140 +55,148 @@ that only it wants."""
 
 _ChunkId: TypeAlias = tuple[str, int]
 """Key of the array, and the chunk's position in the grid."""
+Parts: TypeAlias = dict[_ChunkId, list[ChunkPart]]
+"""The parts of each chunk that a rank wants."""
 _Round: TypeAlias = list[list[Piece]]
 """The chunks that each rank of the group reads and sends."""
 
 
-class Exchange:
-    """The shared reading of one rank of a group.
+def by_chunk(regions: Iterable[RegionRead]) -> Parts:
+    """Split the regions that this rank wants along the chunk grid."""
+    parts: Parts = {}
+    for region in regions:
+        for part in chunk_parts(region):
+            parts.setdefault((part.array.key, part.number), []).append(part)
+    return parts
+
+
+def exchange(context: LoadContext, parts: Parts, done: ReadDone | None) -> None:
+    """Read regions together with the other ranks of the context's group, and exchange them.
+
+    Every rank of the group calls it and waits for the others. The smallest budget of the group is
+    used.
 
     Args:
-        context: the context of the load, with the group. Each rank of the group makes an exchange
-            and runs it. The smallest budget of the group is used.
-        regions: the regions that this rank wants.
+        context: the context of the load, with the group.
+        parts: result of :func:`by_chunk`.
         done: called as the regions fill.
+
+    Raises:
+        RanksError: another rank of the group failed.
     """
+    group, read = context.group, context.stored.read
+    limit_bytes, holders = _agreed(context, sorted(parts))
+    pieces = {chunk: _piece(context, chunk, parts.get(chunk, ())) for chunk in holders}
+    rank = group_rank(group)
+    alone = [(pieces[chunk], parts[chunk]) for chunk, by in holders.items() if by == [rank]]
+    rounds = _rounds(pieces, holders, group_size(group), limit_bytes)
+    most = max((sum(p.size_bytes for p in one) for by_rank in rounds for one in by_rank), default=0)
+    received = np.empty(most, np.uint8)
+    buffers = read_ahead(read, [by_rank[rank] for by_rank in rounds])
+    read_alone = partial(_read_alone, read, alone, limit_bytes, done, stream_here())
+    failed: Exception | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
+        reading_alone = reader.submit(read_alone)
+        for by_rank in rounds:
+            with context.together():
+                if failed is not None:
+                    raise failed
+                mine = next(buffers)
+            for source, batch in enumerate(by_rank):
+                if not batch:
+                    continue
+                size = sum(piece.size_bytes for piece in batch)
+                buffer = mine if source == rank else received[:size]
+                broadcast_bytes(torch.from_numpy(buffer), source, group)
+                try:
+                    deliver(buffer, batch, done)
+                except Exception as problem:  # continue: the others wait for the next broadcast
+                    failed = failed or problem
+    with context.together():
+        if failed is not None:
+            raise failed
+        reading_alone.result()
 
-    def __init__(
-        self, context: LoadContext, regions: Sequence[RegionRead], done: ReadDone | None
-    ) -> None:
-        self._context = context
-        self._stored, self._group = context.stored, context.group
-        self._done = done
-        self._stream = stream_here()
-        self._limit_bytes = max(1, min(ROUND_BYTES, context.budget_bytes // BUFFERS))
-        self._parts: dict[_ChunkId, list[ChunkPart]] = {}
-        for region in regions:
-            for part in chunk_parts(region):
-                self._parts.setdefault((part.array.key, part.number), []).append(part)
 
-    def run(self) -> None:
-        """Read and exchange. Every rank of the group calls it and waits for the others.
-
-        Raises:
-            RanksError: another rank of the group failed.
-        """
-        rank = group_rank(self._group)
-        alone, rounds = self._plan(self._wanted_by_rank(), rank)
-        most = max(
-            (sum(p.size_bytes for p in one) for by_rank in rounds for one in by_rank), default=0
-        )
-        received = np.empty(most, np.uint8)
-        reads = read_ahead(self._stored.read, [by_rank[rank] for by_rank in rounds])
-        failed: Exception | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
-            reading_alone = reader.submit(self._read_alone, alone)
-            for by_rank in rounds:
-                with self._context.together():
-                    if failed is not None:
-                        raise failed
-                    mine = next(reads)
-                for source, batch in enumerate(by_rank):
-                    if not batch:
-                        continue
-                    size = sum(piece.size_bytes for piece in batch)
-                    buffer = mine if source == rank else received[:size]
-                    broadcast_bytes(torch.from_numpy(buffer), source, self._group)
-                    try:
-                        deliver(buffer, batch, self._done)
-                    except Exception as problem:  # continue: the others wait for the next broadcast
-                        failed = failed or problem
-        with self._context.together():
-            if failed is not None:
-                raise failed
-            reading_alone.result()
-
-    def _wanted_by_rank(self) -> list[list[_ChunkId]]:
-        """Gather the chunks that each rank wants, and the smallest limit, so that all ranks form
-        the same rounds. If all want the same chunks, every entry is the same object."""
-        wanted = sorted(self._parts)
-        about = pickle.dumps((self._stored.location.url, wanted))
-        told = gathered((xxhash.xxh3_64_intdigest(about), self._limit_bytes), self._group)
-        self._limit_bytes = min(limit for _, limit in told)
-        if len({digest for digest, _ in told}) == 1:
-            return [wanted] * len(told)
-        return gathered(wanted, self._group)
-
-    def _plan(
-        self, wanted: Sequence[Sequence[_ChunkId]], mine: int
-    ) -> tuple[list[_ChunkId], list[_Round]]:
-        """Return the chunks that only this rank wants, and the rounds, the same on every rank."""
-        ranks = list(range(len(wanted)))
-        holders: dict[_ChunkId, list[int]] = {}
-        if all(other is wanted[0] for other in wanted):
-            holders = dict.fromkeys(wanted[0], ranks)
-        else:
-            for rank, chunks in enumerate(wanted):
-                for chunk in chunks:
-                    holders.setdefault(chunk, []).append(rank)
-        pieces = {chunk: self._piece(chunk) for chunk in holders}
-        sizes = {chunk: piece.size_bytes for chunk, piece in pieces.items()}
-        by_rank: list[list[_ChunkId]] = [[] for _ in ranks]
-        for chunk, rank in distribute_shards_to_ranks(holders, sizes, len(ranks), set()).items():
-            if len(holders[chunk]) > 1:
-                by_rank[rank].append(chunk)
-        cut = [
-            in_batches((pieces[chunk] for chunk in sorted(chunks)), self._limit_bytes)
-            for chunks in by_rank
-        ]
-        rounds = [list(one) for one in zip_longest(*cut, fillvalue=[])]
-        return [chunk for chunk, holding in holders.items() if holding == [mine]], rounds
-
-    def _piece(self, chunk: _ChunkId) -> Piece:
-        """Return a whole chunk with the parts that this rank wants."""
-        key, number = chunk
-        array = self._stored.arrays[key]
-        parts = self._parts.get(chunk, ())
-        targets = [((..., *part.within.slices), part.out) for part in parts]
-        return Piece(array, array.grid.box(array.grid.index_at(number)), targets)
-
-    def _read_alone(self, chunks: Sequence[_ChunkId]) -> None:
-        """Read the chunks that no other rank wants. It runs in another thread; copies to a device
-        wait for work that the caller has queued there."""
-        reads: list[RegionRead] = []
-        several: list[Piece] = []
+def _agreed(context: LoadContext, wanted: list[_ChunkId]) -> tuple[int, dict[_ChunkId, list[int]]]:
+    """Return the bytes of one rank in a round, and the ranks that want each chunk; the same on
+    every rank. The ranks send their chunks only if not all of them want the same."""
+    limit_bytes = max(1, min(ROUND_BYTES, context.budget_bytes // BUFFERS))
+    digest = xxhash.xxh3_64_intdigest(pickle.dumps((context.stored.location.url, wanted)))
+    told = gathered((digest, limit_bytes), context.group)
+    limit_bytes = min(limit for _, limit in told)
+    if len({digest for digest, _ in told}) == 1:
+        everyone = list(range(len(told)))
+        return limit_bytes, dict.fromkeys(wanted, everyone)
+    holders: dict[_ChunkId, list[int]] = {}
+    for rank, chunks in enumerate(gathered(wanted, context.group)):
         for chunk in chunks:
-            part, *others = self._parts[chunk]
-            if others:  # boxes of a flat range may share a chunk, which is read once
-                several.append(self._piece(chunk))
-                continue
-            kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
-            reads.append(kind(part.array, box_of(part), part.out))
-        with behind(self._stream):
-            read_through_host(self._stored.read, reads, self._limit_bytes, self._done)
-            batches = in_batches(several, self._limit_bytes)
-            buffers = read_ahead(self._stored.read, batches)
-            for batch, buffer in zip(batches, buffers, strict=True):
-                deliver(buffer, batch, self._done)
+            holders.setdefault(chunk, []).append(rank)
+    return limit_bytes, holders
+
+
+def _piece(context: LoadContext, chunk: _ChunkId, parts: Sequence[ChunkPart]) -> Piece:
+    """Return a whole chunk with the parts that this rank wants."""
+    key, number = chunk
+    array = context.stored.arrays[key]
+    targets = [((..., *part.within.slices), part.out) for part in parts]
+    return Piece(array, array.grid.box(array.grid.index_at(number)), targets)
+
+
+def _rounds(
+    pieces: Mapping[_ChunkId, Piece],
+    holders: dict[_ChunkId, list[int]],
+    ranks: int,
+    limit_bytes: int,
+) -> list[_Round]:
+    """Return the rounds in which the chunks are sent that several ranks want."""
+    sizes = {chunk: piece.size_bytes for chunk, piece in pieces.items()}
+    by_rank: list[list[_ChunkId]] = [[] for _ in range(ranks)]
+    for chunk, rank in distribute_shards_to_ranks(holders, sizes, ranks, set()).items():
+        if len(holders[chunk]) > 1:
+            by_rank[rank].append(chunk)
+    cut = [
+        in_batches((pieces[chunk] for chunk in sorted(chunks)), limit_bytes) for chunks in by_rank
+    ]
+    return [list(one) for one in zip_longest(*cut, fillvalue=[])]
+
+
+def _read_alone(
+    read: Read,
+    alone: Sequence[tuple[Piece, list[ChunkPart]]],
+    limit_bytes: int,
+    done: ReadDone | None,
+    stream: torch.cuda.Stream | None,
+) -> None:
+    """Read the chunks that no other rank wants. It runs in another thread; copies to a device wait
+    for work that the caller has queued on the stream."""
+    reads: list[RegionRead] = []
+    several: list[Piece] = []
+    for piece, (part, *others) in alone:
+        if others:  # boxes of a flat range may share a chunk, which is read once
+            several.append(piece)
+            continue
+        kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
+        reads.append(kind(part.array, box_of(part), part.out))
+    with behind(stream):
+        read_through_host(read, reads, limit_bytes, done, several)
 
 
 # -- which groups share ----------------------------------------------------------------------------
 
 
-def sharing_group(group: Group, share: str, place: Location) -> Group:
-    """Return the group that this rank wants to share its reading with, ``None`` for none.
+Members: TypeAlias = range | tuple[int, ...]
+"""Global numbers of a group's ranks; a range, if they are evenly spaced, to send few bytes."""
 
-    All ranks of the group must want it, see :func:`agree`.
+Offer: TypeAlias = tuple[Members, str, bool] | None
+"""A rank's group, its ``share_replicas``, and whether it wants to share. ``None``: it gave no
+group, or is not a member of it."""
+
+_NAMED = 8
+
+
+def offer(group: Group, share: str, place: Location) -> Offer:
+    """Return this rank's report about its group for the coordinator.
 
     Args:
         group: the group, ``None`` for none.
@@ -200,44 +210,14 @@ def sharing_group(group: Group, share: str, place: Location) -> Group:
     """
     if share not in ("auto", "always", "never"):
         raise ArgumentError(f"share_replicas={share!r} must be 'auto', 'always' or 'never'")
-    if group is None or share == "never" or group_size(group) < 2:
+    ranks = () if group is None else global_ranks(group)
+    if not ranks:
         return None
-    if share == "auto" and place.is_local and not _is_on_several_hosts(group):
-        return None
-    return group
-
-
-def _is_on_several_hosts(group: Group) -> bool:
-    """Return whether a group spans hosts; ``False`` if unknown.
-
-    Launchers set the number of ranks per host (``LOCAL_WORLD_SIZE``), and number ranks by host.
-    """
-    if not os.environ.get("LOCAL_WORLD_SIZE"):
-        return False
-    on_each = local_ranks()
-    return len({rank // on_each for rank in global_ranks(group)}) > 1
-
-
-Members: TypeAlias = range | tuple[int, ...]
-"""Global numbers of a group's ranks; a range, if they are evenly spaced, to send few bytes."""
-
-Offer: TypeAlias = tuple[Members, str, bool] | None
-"""A rank's group, its ``share_replicas``, and whether it would share. ``None``: it gave no group,
-or is not a member of it."""
-
-_NAMED = 8
-
-
-def offer(group: Group, share: str, shares: bool) -> Offer:
-    """Return this rank's report about its group for the coordinator.
-
-    Args:
-        group: a process group, ``None`` for none.
-        share: ``share_replicas``.
-        shares: whether this rank wants to share.
-    """
-    members = () if group is None else global_ranks(group)
-    return (members_of(members), share, shares) if members else None
+    # Launchers set the number of ranks per host (``LOCAL_WORLD_SIZE``), and number ranks by host.
+    of_host = local_ranks() if os.environ.get("LOCAL_WORLD_SIZE") else 0
+    is_far = not place.is_local or len({rank // of_host for rank in ranks if of_host}) > 1
+    shares = share == "always" or (share == "auto" and is_far)
+    return members_of(ranks), share, shares and len(ranks) > 1
 
 
 def members_of(ranks: tuple[int, ...]) -> Members:
