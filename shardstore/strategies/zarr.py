@@ -26,9 +26,9 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
-from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, context_of, read_documents
-from shardstore.loading.plan import held_regions, plan_reads, whole_tensor, whole_tensors
+from shardstore.loading.plan import assemble, held_regions, plan_reads, whole_tensor, whole_tensors
+from shardstore.loading.read import read_chunks
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import array_meta, plan_writes

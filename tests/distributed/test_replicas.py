@@ -21,7 +21,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.exchange_utils import distribute_shards_to_ranks
-from shardstore.loading import assemble, replicas
+from shardstore.loading import read
 from shardstore.loading.replicas import offer
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.movers.counters import counters
@@ -409,10 +409,10 @@ def a_rank_that_cannot_take_its_chunks_fails_on_all(
     """At once, whether it fails before chunks travel or while they do; the next load works."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
     options: dict[str, Any] = {"replica_group": everything(), "share_replicas": "always"}
-    for module, name in ((assemble, "by_chunk"), (replicas, "deliver")):
+    for name in ("by_chunk", "deliver"):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 2:
-                patch.setattr(module, name, refuse)
+                patch.setattr(read, name, refuse)
             begin = time.monotonic()
             error = raised(partial(shardstore.load, replicated(rank), folder / "c", **options))
         assert "no memory left" in str(error)
