@@ -26,7 +26,7 @@ from shardstore.errors import (
     UnsafeObjectError,
     as_damage,
 )
-from shardstore.loading.context import CONTENT_METADATA_KEY, context_of, read_documents
+from shardstore.loading.context import CONTENT_METADATA_KEY, context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -283,7 +283,10 @@ def _read_files(
                     for name in _names_of(sharded):
                         stored.require_unnamed(name)
                     raise _missing(location, sharded)
-            found = read_documents(location, [names[0] for _, names in left], sizes)
+            tried = [names[0] for _, names in left]
+            found = dict(
+                zip(tried, location.read_many(tried, [*map(sizes.get, tried)]), strict=True)
+            )
             for sharded, names in left:
                 if (data := found[names[0]]) is not None:
                     yield sharded, names[0], data

@@ -26,7 +26,7 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
-from shardstore.loading.context import LoadContext, context_of, read_documents
+from shardstore.loading.context import LoadContext, context_of
 from shardstore.loading.plan import assemble, held_regions, plan_reads, whole_tensor, whole_tensors
 from shardstore.loading.read import read_chunks
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
@@ -519,9 +519,8 @@ def load_zarr_based_sharded_metadata(
     root = Location.of(checkpoint_dir)
     for node in root.listing():
         # Megatron-Core's locks are empty documents.
-        if not root.is_dir(node) or not any(
-            read_documents(root.child(node), ("zarr.json", ".zarray")).values()
-        ):
+        names = [f"{node}/zarr.json", f"{node}/.zarray"]
+        if not root.is_dir(node) or not any(root.read_many(names)):
             continue
         key = key_of(node) or read_array_meta(root, node).key
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
