@@ -317,14 +317,12 @@ def _create_or_open_zarr_arrays(
                 _create_zarr_array(tensor, checkpoint_dir, layouts)
 
     ranks.step(what, create)
-    found: list[ZarrArray | None] = []
-    for tensor in sharded_tensors:
-        if is_main_replica(tensor.replica_id):
-            node = location.child(read_array_meta(location, tensor.key).node)
-            found.append(_open_zarr_array_verbose(node.place, "r+"))
-        else:
-            found.append(None)
-    return found
+
+    def opened(tensor: ShardedTensor) -> ZarrArray:
+        node = location.child(read_array_meta(location, tensor.key).node)
+        return _open_zarr_array_verbose(node.place, "r+")
+
+    return [opened(t) if is_main_replica(t.replica_id) else None for t in sharded_tensors]
 
 
 def _should_create_array(ten: ShardedTensor) -> bool:
