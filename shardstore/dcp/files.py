@@ -429,7 +429,7 @@ def _plain_start(
     if not found.is_contiguous() or found.storage_offset():
         return None
     records = Records(view)
-    if records.size("data/0") < found.numel() * found.element_size():
+    if records.entries["data/0"].file_size < found.numel() * found.element_size():
         raise ValueError("the tensor is truncated")
     return records.start("data/0")
 

@@ -185,17 +185,16 @@ def run_load(
 def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
     """Return whether a load failed because the checkpoint was replaced, and for no other reason on
     any rank. Every rank calls it with its own error, and waits for all others."""
-    kind = "replaced" if isinstance(problem, ReplacedError) else "other"
-    kind = "ranks" if isinstance(problem, RanksError) else kind
+    kind = b"replaced" if isinstance(problem, ReplacedError) else b"other"
+    kind = b"ranks" if isinstance(problem, RanksError) else kind
 
     def decide(kinds: list[bytes]) -> bytes:
         return b"yes" if b"replaced" in kinds and b"other" not in kinds else b""
 
     try:
-        answer = b"" if ranks.is_broken else ranks.together(kind.encode(), what="", decide=decide)
+        return not ranks.is_broken and bool(ranks.together(kind, what="", decide=decide))
     except Exception:  # a rank was lost; the caller raises the original error
         return False
-    return answer == b"yes"
 
 
 def _run_once(
