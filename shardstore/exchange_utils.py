@@ -178,25 +178,21 @@ def exchange_by_distribution(
     """
     require_known(exchange_algo)
     described = shard_distribution.shard_to_metadata
-    main_ranks = shard_distribution.main_rank_for_shard
+    main_ranks, rank = shard_distribution.main_rank_for_shard, group_rank(parallelization_group)
     shared = [key for key in main_ranks if len(shard_distribution.all_ranks_for_shard[key]) > 1]
     with raise_together(parallelization_group, "Exchange of loaded tensors"):
+        found = {key: (item.dtype, data_shape(item)) for key, item in unloaded_shards.items()}
+        found |= {key: (item.dtype, tuple(item.shape)) for key, item in loaded_tensors.items()}
         problems = [
             f"{shard_id} is wanted, but the distribution names no rank that loads it"
             for shard_id in unloaded_shards.keys() - main_ranks.keys()
         ]
         for shard_id in shared:
-            expected = described[shard_id]
-            form = expected.dtype, data_shape(expected)
-            if main_ranks[shard_id] == group_rank(parallelization_group):
-                loaded = loaded_tensors.get(shard_id)
-                found = None if loaded is None else (loaded.dtype, tuple(loaded.shape))
-                if found != form:
-                    problems.append(f"{shard_id} was loaded as {found}, but described as {form}")
-            if (wanted := unloaded_shards.get(shard_id)) is not None:
-                found = wanted.dtype, data_shape(wanted)
-                if found != form:
-                    problems.append(f"{shard_id} is wanted as {found}, elsewhere as {form}")
+            form = described[shard_id].dtype, data_shape(described[shard_id])
+            is_here = shard_id in found or main_ranks[shard_id] == rank
+            if is_here and found.get(shard_id) != form:
+                verb = "was loaded" if main_ranks[shard_id] == rank else "is wanted"
+                problems.append(f"{shard_id} {verb} as {found.get(shard_id)}, described as {form}")
         if problems:
             raise CheckpointingException("; ".join(problems))
     results = dict(loaded_tensors)

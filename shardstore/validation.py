@@ -240,16 +240,18 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
     """
     config = maybe_load_config(checkpoint_dir)
     if config is None:
-        is_local = "://" not in str(checkpoint_dir)
-        hint = instead(Location.of(checkpoint_dir)) or (
+        url, is_local = str(checkpoint_dir), "://" not in str(checkpoint_dir)
+        if is_local and not os.path.exists(url):
+            raise NotACheckpointError(f"Checkpoint directory {url} does not exist", url=url)
+        kind, hint = "not a distributed checkpoint", instead(Location.of(checkpoint_dir))
+        if is_local and os.path.isfile(url):
+            kind, hint = "a file", hint or "give the folder that save() wrote"
+        hint = hint or (
             f"it has no readable metadata.json"
             f"{'' if is_local else ', or not the zarr.json that commits it'}. "
             f"A save that did not finish leaves such a directory"
         )
-        text = f"{checkpoint_dir} is not a distributed checkpoint: {hint}"
-        if is_local and not os.path.isdir(checkpoint_dir):
-            text = f"Checkpoint directory {checkpoint_dir} does not exist"
-        raise NotACheckpointError(text, url=str(checkpoint_dir))
+        raise NotACheckpointError(f"{url} is {kind}: {hint}", url=url)
     return config
 
 

@@ -285,7 +285,7 @@ class DcpFiles:
                     out[...] = held.reshape(part.box.shape)[where]
                     return
                 records = Records(view)
-                if records.size("data/0") < found.nbytes:
+                if records.entries["data/0"].file_size < found.nbytes:
                     raise ValueError("the tensor is truncated")
                 first += records.start("data/0") + part.first * out.dtype.itemsize
                 read_box(self.location, name, first, part.box.shape, within, out)

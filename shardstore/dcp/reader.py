@@ -27,9 +27,9 @@ from torch.futures import Future
 
 from shardstore.dcp.files import tensor_metadata
 from shardstore.errors import CheckpointingException, KeyNameError
-from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import LoadContext, using
-from shardstore.loading.plan import plan_reads, require_cast, require_writable
+from shardstore.loading.plan import assemble, plan_reads, require_cast, require_writable
+from shardstore.loading.read import read_chunks
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import dtypes

@@ -36,9 +36,9 @@ from shardstore.errors import (
     FormatVersionError,
     StorageError,
 )
-from shardstore.loading.assemble import assemble, read_chunks
 from shardstore.loading.context import context_of
-from shardstore.loading.plan import plan_reads, whole_tensors
+from shardstore.loading.plan import assemble, plan_reads, whole_tensors
+from shardstore.loading.read import read_chunks
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,

@@ -6,20 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
-from shardstore.errors import NotACheckpointError
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import file_bytes_in
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import run_together
-from shardstore.storage.stores.location import Location, require_size
+from shardstore.storage.stores.location import Location
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
 if TYPE_CHECKING:
@@ -28,10 +23,6 @@ if TYPE_CHECKING:
 CONTENT_METADATA_KEY = "content_metadata"
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
-
-ROOT = "zarr.json"
-START_BYTES = 16 * 1024 * 1024
-"""Bytes of a document that are read from an object store before its size is known."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,16 +81,13 @@ def context_of(place: str | Path | Location) -> LoadContext:
     return replace(current, stored=StoredCheckpoint(location))
 
 
-def read_documents(
-    location: Location, names: Sequence[str], sizes: Mapping[str, int] | None = None
-) -> dict[str, bytes | None]:
-    """Read small documents, concurrently from an object store.
+def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
+    """Read small documents.
 
     Args:
         location: the checkpoint.
-        names: names of the documents.
-        sizes: sizes of documents from the commit, see :attr:`RootDocument.file_bytes`. If the root
-            document is the first of ``names``, it has the sizes of the others.
+        names: names of the documents. The first is the root document, which has the sizes of the
+            others in the commit.
 
     Returns:
         Name -> content, ``None`` if there is no such document.
@@ -109,29 +97,11 @@ def read_documents(
         ReplacedError: the checkpoint was replaced during the read.
         StorageError: the store failed.
     """
-    sizes, found = sizes or {}, dict[str, bytes | None]()
-    if names[0] == ROOT:
-        found = _read_starts(location, names[:1] if location.is_local else names)
-        sizes = file_bytes_in(found[ROOT] or b"")
-    cut = {n for n, start in found.items() if n != ROOT and len(start or b"") == START_BYTES}
-    left = [name for name in names if name not in found or name in cut]
+    (root,) = location.read_many(names[:1])
+    found, sizes = {names[0]: root}, file_bytes_in(root or b"")
     with StoredCheckpoint(location, documents=found).unless_replaced():
-        for name, start in found.items():
-            require_size(start, f"{location.url}/{name}", sizes.get(name))
-        texts = location.read_many(left, [*map(sizes.get, left)])
-    return {**found, **dict(zip(left, texts, strict=True))}
-
-
-def _read_starts(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
-    """Read the root document, and the first bytes of other documents at the same time. Their sizes
-    are not known yet, and a further wait for an answer would slow each load."""
-    if location.is_local:
-        return dict(zip(names, location.read_many(names), strict=True))
-    counters.add(documents_read=len(names))
-    read = location.remote.read_range
-    stops = [None if name == ROOT else START_BYTES for name in names]
-    starts = [partial(read, n, 0, stop, START_BYTES) for n, stop in zip(names, stops, strict=True)]
-    return dict(zip(names, run_together(*starts), strict=True))
+        texts = location.read_many(names[1:], [sizes.get(name) for name in names[1:]])
+    return {**found, **dict(zip(names[1:], texts, strict=True))}
 
 
 @contextmanager
@@ -142,7 +112,7 @@ def opened(
 
     In an object store, the root document is requested once.
     """
-    location = location_of(checkpoint_dir, storage_options)
+    location = Location.of(checkpoint_dir, storage_options)
     context = context_of(location)
     is_read = context.stored.documents or "root" in vars(context.stored)
     if not location.is_local and not is_read:
@@ -167,18 +137,3 @@ def find_strategies(
         common_strategy,
         config=stored_config(context.stored),
     )
-
-
-def location_of(
-    checkpoint_dir: str | Path | Location, storage_options: Mapping[str, Any] | None = None
-) -> Location:
-    """Return the location of a path or URL.
-
-    Raises:
-        NotACheckpointError: the path is a file.
-    """
-    location = Location.of(checkpoint_dir, storage_options)
-    if location.is_local and location.path.is_file():
-        found = instead(location) or "give the folder that save() wrote"
-        raise NotACheckpointError(f"{location.url} is a file; {found}", url=location.url)
-    return location

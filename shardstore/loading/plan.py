@@ -1,4 +1,5 @@
-"""Plan a load: the regions of arrays to read, and their destinations in memory.
+"""Plan a load: the regions of arrays to read, and their destinations in memory. Put the tensors
+into the state dict after the read.
 
 A region is read directly into the given tensor if its memory can be written, else through host
 memory. If no tensor is given, or one on the meta device, a new tensor is made. Flattened ranges are
@@ -12,10 +13,12 @@ import logging
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import (
@@ -26,8 +29,14 @@ from shardstore.errors import (
     MissingKeyError,
     ShapeMismatchError,
 )
-from shardstore.loading.host import HostRead
-from shardstore.mapping import ShardedStateDict, ShardedTensor, data_shape, flat_bounds, local_box
+from shardstore.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    data_shape,
+    flat_bounds,
+    local_box,
+)
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
@@ -37,29 +46,38 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class HostRead(RegionRead):
+    """A region that is read into host memory and then copied to its destination.
+
+    Attributes:
+        out: a tensor of the region's shape, on any device and of any data type.
+    """
+
+    out: Any
+
+    def __post_init__(self) -> None:
+        """Accept any data type and device."""
+
+
+@dataclass(slots=True)
 class TensorRead:
     """The plan for one sharded tensor.
 
     Attributes:
         result: the tensor that the caller gets.
+        target: the tensor that the regions are parts of: ``result``, or host memory if parts of
+            ``result`` cannot be written. It is copied to ``result`` at the end.
         regions: the regions to read.
-        staged: host memory that receives the regions if parts of ``result`` cannot be written; it
-            is copied to ``result`` at the end.
         is_padded: whether a part of the tensor is not stored. That part becomes zero.
         tied: key of another tensor that is loaded into ``result``. Its values are compared with
-            ``staged``.
+            ``target``.
     """
 
     result: torch.Tensor
+    target: torch.Tensor
     regions: list[RegionRead] = field(default_factory=list)
-    staged: torch.Tensor | None = None
     is_padded: bool = False
     tied: str = ""
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The tensor that the regions are parts of."""
-        return self.result if self.staged is None else self.staged
 
 
 ReadPlan: TypeAlias = dict[int, TensorRead]
@@ -102,12 +120,8 @@ def plan_reads(
         if cast == "warn" and meta.dtype != (asked := dtypes.zarr_name(tensor.dtype)):
             differing.append(f"{tensor.key!r} ({meta.dtype} as {asked})")
     if differing:
-        logger.warning(
-            "%d tensors of %s are stored in another data type and are cast, such as %s",
-            len(differing),
-            url,
-            differing[0],
-        )
+        text = "%d tensors of %s are stored in another data type and are cast, such as %s"
+        logger.warning(text, len(differing), url, differing[0])
     return plan
 
 
@@ -141,7 +155,7 @@ def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
             if _elements(data) == _elements(memory):
                 if _region(tensor) != _region(other):
                     tied.setdefault(id(tensor), other.key)
-            elif np.shares_memory(np.asarray(_Memory(data)), np.asarray(_Memory(memory))):
+            elif np.shares_memory(_addresses(data), _addresses(memory)):
                 raise ArgumentError(
                     f"keys {other.key!r} and {tensor.key!r} are to be loaded into tensors of shape "
                     f"{tuple(memory.shape)} and {tuple(data.shape)} that share a part of their "
@@ -162,19 +176,18 @@ def _region(tensor: ShardedTensor) -> tuple[Any, ...]:
     return tensor.key, local_box(tensor), None if flat is None else flat_bounds(tensor)
 
 
-class _Memory:
-    """The memory addresses of a tensor's elements on any device, for :func:`numpy.shares_memory`,
-    which does not read them."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        size = data.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": f"|V{size}",
-            "shape": tuple(data.shape),
-            "strides": tuple(stride * size for stride in data.stride()),
-            "data": (data.data_ptr(), True),
-        }
+def _addresses(data: torch.Tensor) -> NDArray[Any]:
+    """Return a tensor of any device as an array for :func:`numpy.shares_memory`, which does not
+    read the elements."""
+    size = data.element_size()
+    about = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "shape": tuple(data.shape),
+        "strides": tuple(stride * size for stride in data.stride()),
+        "data": (data.data_ptr(), True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=about))
 
 
 def _find_array(
@@ -251,7 +264,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
         )
     read = _destination(tensor)
     if tied:
-        read.staged, read.tied = torch.empty(data_shape(tensor), dtype=tensor.dtype), tied
+        read.target, read.tied = torch.empty(data_shape(tensor), dtype=tensor.dtype), tied
     read.is_padded = meta.shape != tensor.global_shape and not _is_inside(box, meta.shape)
     name = dtypes.zarr_name(tensor.dtype)
     target = read.target
@@ -300,7 +313,8 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
     data = tensor.data
     if data is None or data.is_meta:
         try:
-            return TensorRead(torch.empty(data_shape(tensor), dtype=tensor.dtype))
+            made = torch.empty(data_shape(tensor), dtype=tensor.dtype)
+            return TensorRead(made, made)
         except RuntimeError as error:
             raise CheckpointingException(
                 f"key {tensor.key!r} of shape {data_shape(tensor)} and type {tensor.dtype} takes "
@@ -309,11 +323,12 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
             ) from error
     require_writable(data, tensor.key)
     if type(data) in (torch.Tensor, torch.nn.Parameter):
-        return TensorRead(data.detach())
+        given = data.detach()
+        return TensorRead(given, given)
     # A subclass may refuse to be written in parts.
     pinned = data.device.type == "cuda"
     staged = torch.empty(data_shape(tensor), dtype=tensor.dtype, pin_memory=pinned)
-    return TensorRead(data, staged=staged)
+    return TensorRead(data, staged)
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:
@@ -359,6 +374,56 @@ def _overlaps_itself(data: torch.Tensor) -> bool:
             return True
         extent += stride * (size - 1)
     return False
+
+
+def assemble(
+    plan: ReadPlan,
+    sharded_state_dict: ShardedStateDict,
+    url: str,
+    objects: Mapping[int, Any] | None = None,
+) -> StateDict:
+    """Return the state dict with tensors instead of sharded tensors.
+
+    Args:
+        plan: the plan, after :func:`.read_chunks`.
+        sharded_state_dict: the state dict of the load.
+        url: URL of the checkpoint, for error texts.
+        objects: ``id`` of other entries -> their values.
+
+    Raises:
+        CheckpointingException: the state dict has an entry of another type.
+        ArgumentError: two keys with different stored values are loaded into the same memory.
+    """
+    known = objects or {}
+
+    def loaded(value: Any) -> Any:
+        if id(value) in known:
+            return known[id(value)]
+        if not isinstance(value, ShardedTensor):
+            raise CheckpointingException(
+                f"{type(value).__name__} among the sharded tensors to load from {url}; the "
+                "common strategy loads other objects"
+            )
+        read = plan[id(value)]
+        if read.tied:
+            if not torch.equal(_bits(read.target), _bits(read.result)):
+                raise ArgumentError(
+                    f"keys {read.tied!r} and {value.key!r} are loaded into the same memory, and "
+                    f"their stored values in {url} differ; give each a tensor of its own (clone() "
+                    "makes a copy)",
+                    key=value.key,
+                    url=url,
+                )
+        elif read.target is not read.result:
+            with torch.no_grad():
+                read.result.copy_(read.target)
+        return read.result
+
+    return cast(StateDict, dict_list_map_outplace(loaded, sharded_state_dict))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def whole_tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardedTensor:

@@ -12,7 +12,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +23,7 @@ import torch
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.dict_utils import extract_matching_values, merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks, Ranks
-from shardstore.distributed.groups import Group, require_group
+from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError, kind_of_dcp
@@ -31,12 +31,11 @@ from shardstore.loading.context import (
     DEFAULT_BUDGET_BYTES,
     LoadContext,
     find_strategies,
-    location_of,
     read_documents,
     using,
 )
 from shardstore.loading.plan import with_destinations
-from shardstore.loading.replicas import Offer, agree, offer, sharing_group
+from shardstore.loading.replicas import Offer, agree, offer
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.sharded.coverage import (
@@ -107,6 +106,11 @@ class LoadCall:
         return parse_strict_flag(self.strict)
 
     @property
+    def compares_all(self) -> bool:
+        """Whether the stored keys are compared with the keys of all ranks together."""
+        return StrictHandling.requires_global_app_metadata(self.mode)
+
+    @property
     def device(self) -> torch.device | None:
         """Device of new tensors; ``None``: the host."""
         try:
@@ -129,26 +133,21 @@ class _Request:
     """The request of one rank.
 
     Attributes:
-        group: the process group that shares the reading, if all of its ranks agree.
-        offer: the report about the group, for the coordinator.
         adopted: the caller's state dict, with DTensors as sharded tensors.
-        wanted: its sharded tensors and objects; ``None`` until the stored keys are known, if plain
-            tensors or DTensors are loaded.
+        wanted: its sharded tensors and objects.
         nonpersistent, factories: parts that :func:`load_preprocess` splits off.
     """
 
-    group: Group
-    offer: Offer
     adopted: Adopted
-    wanted: ShardedStateDict | None = None
-    nonpersistent: StateDict = field(default_factory=dict)
-    factories: StateDict = field(default_factory=dict)
+    wanted: ShardedStateDict
+    nonpersistent: StateDict
+    factories: StateDict
 
-    def split(self, adopted: Adopted) -> _Request:
-        """Split the adopted state dict into wanted, non-persistent and factory entries."""
+    @classmethod
+    def of(cls, adopted: Adopted) -> _Request:
+        """Split an adopted state dict."""
         wanted, nonpersistent, factories = load_preprocess(adopted.state)
-        wanted = extract_sharded_base(wanted)[0]
-        return _Request(self.group, self.offer, adopted, wanted, nonpersistent, factories)
+        return cls(adopted, extract_sharded_base(wanted)[0], nonpersistent, factories)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -186,17 +185,16 @@ def run_load(
 def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
     """Return whether a load failed because the checkpoint was replaced, and for no other reason on
     any rank. Every rank calls it with its own error, and waits for all others."""
-    kind = "replaced" if isinstance(problem, ReplacedError) else "other"
-    kind = "ranks" if isinstance(problem, RanksError) else kind
+    kind = b"replaced" if isinstance(problem, ReplacedError) else b"other"
+    kind = b"ranks" if isinstance(problem, RanksError) else kind
 
     def decide(kinds: list[bytes]) -> bytes:
         return b"yes" if b"replaced" in kinds and b"other" not in kinds else b""
 
     try:
-        answer = b"" if ranks.is_broken else ranks.together(kind.encode(), what="", decide=decide)
+        return not ranks.is_broken and bool(ranks.together(kind, what="", decide=decide))
     except Exception:  # a rank was lost; the caller raises the original error
         return False
-    return answer == b"yes"
 
 
 def _run_once(
@@ -212,34 +210,34 @@ def _run_once(
         error = error or problem
     step = partial(ranks.step, f"loading {location.url}")
     with metered("load", location.url, callback) as meter, collector_paused():
-        request, answer = step(
+        (offered, request), answer = step(
             lambda: _prepare(call, location),
-            lambda request: pickle.dumps((_report(call, request.wanted), [request.offer])),
+            lambda prepared: pickle.dumps((_report(call, prepared[1]), prepared[:1])),
             lambda said: _agree(call, location, said),
             _joined,
             error=error,
         )
-        context, reports = open_checkpoint(call, location, request, answer, meter)
+        context, reports = open_checkpoint(call, location, offered, answer, meter)
         watched = context.stored.unless_replaced()
         with using(context), _errors_of(context):
-            if reports is None:
+            if request is None or reports is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
-                request, owners = step(
-                    watched(lambda: _adopt(call, context, request)),
-                    lambda request: claims(request.wanted or {}),
+                adopted, owners = step(
+                    watched(lambda: _adopt(call, context)),
+                    lambda adopted: claims(adopted.wanted),
                     decide_claims,
                 )
-                apply_claims(request.wanted or {}, owners)
+                apply_claims(adopted.wanted, owners)
                 _, answer = step(
-                    lambda: _report(call, request.wanted),
+                    lambda: _report(call, adopted),
                     pickle.dumps,
                     lambda said: pickle.dumps(_checked(call, [pickle.loads(one) for one in said])),
                 )
-                reports = pickle.loads(answer)
+                request, reports = adopted, pickle.loads(answer)
             matched, _ = step(
-                watched(lambda: _match(call, context, request, reports, stored_metadata))
+                watched(lambda: _match(call, context, request.wanted, reports, stored_metadata))
             )
-            loaded, _ = step(watched(lambda: _assemble(request, matched, _read(context, matched))))
+            loaded, _ = step(watched(lambda: _read(context, request, matched)))
             loaded = cast(StateDict, ordered_like(call.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
@@ -272,14 +270,14 @@ def _errors_of(context: LoadContext) -> Iterator[None]:
 
 
 def open_checkpoint(
-    call: LoadCall, location: Location, request: _Request, answer: bytes, meter: Meter
+    call: LoadCall, location: Location, offered: Offer, answer: bytes, meter: Meter
 ) -> tuple[LoadContext, list[bytes] | None]:
     """Open the checkpoint with the documents that the coordinator read.
 
     Args:
         call: the arguments of this rank.
         location: the checkpoint.
-        request: the request of this rank.
+        offered: this rank's report about its group.
         answer: result of :func:`_agree` on the coordinator.
         meter: counts the read bytes.
 
@@ -288,14 +286,14 @@ def open_checkpoint(
         stored keys first.
     """
     (url, documents), reports, apart = pickle.loads(answer)
-    is_apart = request.offer is not None and request.offer[0] in apart
+    shares = offered is not None and offered[2] and offered[0] not in apart
     # A rank with another place than the coordinator's reads its documents itself.
     stored = StoredCheckpoint(location, documents=documents if url == location.url else {})
     context = LoadContext(
         stored=stored,
         cast=call.cast,
         budget_bytes=call.exchange_budget_bytes,
-        group=None if is_apart else request.group,
+        group=call.replica_group if shares else None,
         meter=meter,
     )
     return context, reports
@@ -304,10 +302,9 @@ def open_checkpoint(
 # -- the request -----------------------------------------------------------------------------------
 
 
-def _prepare(call: LoadCall, location: Location) -> _Request:
+def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None]:
     """Check the arguments, and split the state dict unless this needs the stored keys."""
     require_group("replica_group", call.replica_group)
-    location_of(location)
     check_state(call.sharded_state_dict)
     require_bool("validate_access_integrity", call.validate_access_integrity)
     require_bool("verify_integrity", call.verify_integrity)
@@ -318,33 +315,28 @@ def _prepare(call: LoadCall, location: Location) -> _Request:
             "types"
         )
     _ = call.mode, call.device
-    group = sharing_group(call.replica_group, call.share_replicas, location)
-    offered = offer(call.replica_group, call.share_replicas, group is not None)
-    request = _Request(group, offered, Adopted(call.sharded_state_dict))
-    return request if needs_adoption(call.sharded_state_dict) else request.split(request.adopted)
+    offered = offer(call.replica_group, call.share_replicas, location)
+    if needs_adoption(call.sharded_state_dict):
+        return offered, None
+    return offered, _Request.of(Adopted(call.sharded_state_dict))
 
 
-def _adopt(call: LoadCall, context: LoadContext, request: _Request) -> _Request:
+def _adopt(call: LoadCall, context: LoadContext) -> _Request:
     """Find the stored arrays of plain tensors and DTensors."""
     strategy, _ = find_strategies(context, call.sharded_strategy)
     place = context.stored.location.place
-    return request.split(
+    return _Request.of(
         adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place))
     )
 
 
-def _report(call: LoadCall, wanted: ShardedStateDict | None) -> bytes | None:
+def _report(call: LoadCall, request: _Request | None) -> bytes | None:
     """Return the report of this rank's shards for the coordinator; ``None`` if they are not known
     yet, and a report without shards if none are compared."""
-    if wanted is None:
+    if request is None:
         return None
-    compared = call.validate_access_integrity or _compares_all(call)
-    return report_shards(nested_values(wanted) if compared else ())
-
-
-def _compares_all(call: LoadCall) -> bool:
-    """Return whether the stored keys are compared with the keys of all ranks together."""
-    return StrictHandling.requires_global_app_metadata(call.mode)
+    compared = call.validate_access_integrity or call.compares_all
+    return report_shards(nested_values(request.wanted) if compared else ())
 
 
 def _joined(said: Sequence[bytes]) -> bytes:
@@ -380,7 +372,7 @@ def _checked(call: LoadCall, reports: Sequence[bytes]) -> list[bytes]:
     """
     if call.validate_access_integrity:
         check_reports(reports)
-    return list(reports) if _compares_all(call) else []
+    return list(reports) if call.compares_all else []
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
@@ -389,13 +381,12 @@ def _checked(call: LoadCall, reports: Sequence[bytes]) -> list[bytes]:
 def _match(
     call: LoadCall,
     context: LoadContext,
-    request: _Request,
+    wanted: ShardedStateDict,
     reports: Sequence[bytes],
     stored_metadata: StoredMetadata,
 ) -> _Matched:
     """Compare the request with the stored entries, in the mode of ``strict``."""
-    place, wanted = context.stored.location.place, request.wanted
-    assert wanted is not None
+    place = context.stored.location.place
     for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
     common_state = for_common.load_common(place)
     missing: set[str] = set()
@@ -415,10 +406,11 @@ def _match(
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def _read(context: LoadContext, matched: _Matched) -> StateDict:
-    """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading."""
+def _read(context: LoadContext, request: _Request, matched: _Matched) -> StateDict:
+    """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
+    Merge them with common values, non-persistent objects and factories."""
     place = context.stored.location.place
-    loaded: StateDict = {}
+    state = merge(matched.common_state, request.nonpersistent)
     tensors: Any = matched.wanted
     # Objects come first, so that no rank waits in the exchange for a rank that failed to load them.
     with context.together():
@@ -428,11 +420,6 @@ def _read(context: LoadContext, matched: _Matched) -> StateDict:
                 matched.wanted, lambda value: isinstance(value, ShardedObject)
             )
             loaded = matched.for_common.load_sharded_objects(cast(StateDict, objects), place)
-    merge(loaded, matched.for_tensors.load(tensors, place))
-    return loaded
-
-
-def _assemble(request: _Request, matched: _Matched, loaded: StateDict) -> StateDict:
-    """Merge the loaded entries, common values, non-persistent objects and factories."""
-    state = merge(merge(matched.common_state, request.nonpersistent), loaded)
+            state = merge(state, loaded)
+    state = merge(state, matched.for_tensors.load(tensors, place))
     return request.adopted.restore(apply_factory_merges(state, request.factories))

@@ -209,17 +209,13 @@ class LocalShardsContainer(torch.Tensor):
         Raises:
             ValueError: no offset is given, or no shard has it.
         """
-        if index.offset is None:
-            raise ValueError(
-                f"A shard of {index.fqn!r} can only be looked up by its offset, which is missing"
-            )
-        offset = torch.Size(index.offset)
+        offset = index.offset and tuple(index.offset)
         for shard in self._local_shards:
-            if any(chunk.offsets == offset for chunk in shard.__create_chunk_list__()):
+            if any(tuple(chunk.offsets) == offset for chunk in shard.__create_chunk_list__()):
                 found: torch.Tensor = shard.__get_tensor_shard__(index)
                 return found
         raise ValueError(
-            f"Could not find a shard of {index.fqn!r} at offset {tuple(offset)}; this rank has "
+            f"Could not find a shard of {index.fqn!r} at offset {offset}; this rank has "
             f"{[tuple(chunk.offsets) for chunk in self.__create_chunk_list__()]}"
         )
 

@@ -26,7 +26,7 @@ from shardstore.errors import (
     UnsafeObjectError,
     as_damage,
 )
-from shardstore.loading.context import CONTENT_METADATA_KEY, context_of, read_documents
+from shardstore.loading.context import CONTENT_METADATA_KEY, context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -108,15 +108,11 @@ def _dumped(value: object, what: str) -> bytes:
 class TorchCommonSaveStrategy(SaveCommonStrategy):
     """Save strategy for common values and sharded objects."""
 
+    can_handle_sharded_objects = True
     notes_objects = True
 
     def __init__(self, backend: str = BACKEND, version: int = VERSION) -> None:
         super().__init__(backend, version)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True: this strategy handles ShardedObjects too."""
-        return True
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Write the common values, on the coordinator only. Every rank may call it; it waits for no
@@ -142,11 +138,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         """
         session, write = session_of(checkpoint_dir), _writer(checkpoint_dir)
         for sharded in nested_values(sharded_objects_state_dict):
-            if not isinstance(sharded, ShardedObject) or not is_main_replica(sharded.replica_id):
-                continue
-            write(*object_document(sharded))
-            if session is not None:
-                session.manifest.objects.append(sharded.unique_key)
+            if isinstance(sharded, ShardedObject) and is_main_replica(sharded.replica_id):
+                write(*object_document(sharded))
+                if session is not None:
+                    session.manifest.objects.append(sharded.unique_key)
 
 
 def _writer(checkpoint_dir: str | Path) -> Callable[[str, bytes], None]:
@@ -159,13 +154,9 @@ def _writer(checkpoint_dir: str | Path) -> Callable[[str, bytes], None]:
 class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
     """Load strategy for the common part and sharded objects."""
 
+    can_handle_sharded_objects = True
     _what, _argument = "the common part", "common_strategy"
     _backend, _versions = BACKEND, (VERSION,)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True: this strategy handles ShardedObjects too."""
-        return True
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Load the common part.
@@ -283,7 +274,10 @@ def _read_files(
                     for name in _names_of(sharded):
                         stored.check_file(name, None)
                     raise _missing(location, sharded)
-            found = read_documents(location, [names[0] for _, names in left], sizes)
+            tried = [names[0] for _, names in left]
+            found = dict(
+                zip(tried, location.read_many(tried, [*map(sizes.get, tried)]), strict=True)
+            )
             for sharded, names in left:
                 if (data := found[names[0]]) is not None:
                     yield sharded, names[0], data

@@ -26,9 +26,9 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
-from shardstore.loading.assemble import assemble, read_chunks
-from shardstore.loading.context import LoadContext, context_of, read_documents
-from shardstore.loading.plan import held_regions, plan_reads, whole_tensor, whole_tensors
+from shardstore.loading.context import LoadContext, context_of
+from shardstore.loading.plan import assemble, held_regions, plan_reads, whole_tensor, whole_tensors
+from shardstore.loading.read import read_chunks
 from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
@@ -318,14 +318,12 @@ def _create_or_open_zarr_arrays(
                 _create_zarr_array(tensor, checkpoint_dir, layouts)
 
     ranks.step(what, create)
-    found: list[ZarrArray | None] = []
-    for tensor in sharded_tensors:
-        if is_main_replica(tensor.replica_id):
-            node = location.child(read_array_meta(location, tensor.key).node)
-            found.append(_open_zarr_array_verbose(node.place, "r+"))
-        else:
-            found.append(None)
-    return found
+
+    def opened(tensor: ShardedTensor) -> ZarrArray:
+        node = location.child(read_array_meta(location, tensor.key).node)
+        return _open_zarr_array_verbose(node.place, "r+")
+
+    return [opened(t) if is_main_replica(t.replica_id) else None for t in sharded_tensors]
 
 
 def _should_create_array(ten: ShardedTensor) -> bool:
@@ -520,9 +518,8 @@ def load_zarr_based_sharded_metadata(
     root = Location.of(checkpoint_dir)
     for node in root.listing():
         # Megatron-Core's locks are empty documents.
-        if not root.is_dir(node) or not any(
-            read_documents(root.child(node), ("zarr.json", ".zarray")).values()
-        ):
+        names = [f"{node}/zarr.json", f"{node}/.zarray"]
+        if not root.is_dir(node) or not any(root.read_many(names)):
             continue
         key = key_of(node) or read_array_meta(root, node).key
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))

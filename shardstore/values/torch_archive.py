@@ -20,6 +20,9 @@ class Records:
     Args:
         file: the archive, a seekable file.
 
+    Attributes:
+        entries: name of a record -> its entry in the directory of the archive.
+
     Raises:
         ValueError: the records take more bytes than the file has.
         zipfile.BadZipFile: the file is not an archive.
@@ -31,7 +34,7 @@ class Records:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
         self._file = file
-        self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
+        self.entries = {entry.filename.partition("/")[2]: entry for entry in entries}
         if sum(entry.file_size for entry in entries) > file.seek(0, os.SEEK_END):
             raise ValueError("records that are larger than the file")
 
@@ -42,7 +45,7 @@ class Records:
             KeyError: there is no such record.
             ValueError: the record is compressed, which torch never does.
         """
-        entry = self._entries[name]
+        entry = self.entries[name]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"record {name} is compressed")
         # The local header has 30 bytes, the name, and an extra field. Only it holds their lengths.
@@ -50,18 +53,6 @@ class Records:
         header = self._file.read(4)
         lengths = int.from_bytes(header[:2], "little") + int.from_bytes(header[2:], "little")
         return entry.header_offset + 30 + lengths
-
-    def size(self, name: str) -> int:
-        """Return the size of a record in bytes.
-
-        Raises:
-            KeyError: there is no such record.
-        """
-        return self._entries[name].file_size
-
-    def checksums(self) -> list[tuple[str, int]]:
-        """Return the name and CRC-32 of each record."""
-        return [(name, entry.CRC) for name, entry in self._entries.items()]
 
     def read(self, name: str, default: bytes | None = None) -> bytes | bytearray:
         """Return the content of a record.
@@ -74,10 +65,10 @@ class Records:
             KeyError: there is no such record.
             ValueError: the record is compressed or truncated.
         """
-        if default is not None and name not in self._entries:
+        if default is not None and name not in self.entries:
             return default
         self._file.seek(self.start(name))
-        found = bytearray(self.size(name))
+        found = bytearray(self.entries[name].file_size)
         if self._file.readinto(found) != len(found):
             raise ValueError(f"record {name} is truncated")
         return found
@@ -89,12 +80,10 @@ def verify_archive(data: bytes) -> None:
     Raises:
         ValueError: a record or the archive itself is damaged.
     """
-    if not data.startswith(b"PK"):
-        return  # written by torch before 1.6
     try:
         records = Records(io.BytesIO(data))
-        sums = records.checksums()
-        damaged = [name for name, crc in sums if zlib.crc32(records.read(name)) != crc]
+        sums = {name: entry.CRC for name, entry in records.entries.items()}
+        damaged = [name for name, crc in sums.items() if zlib.crc32(records.read(name)) != crc]
     except (zipfile.BadZipFile, NotImplementedError, KeyError) as error:
         raise ValueError(str(error)) from error
     # If no checksum matches, the program that wrote the file had switched checksums off.

@@ -23,10 +23,12 @@ import types
 import uuid
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from torch import _weights_only_unpickler
 
 from shardstore.errors import (
     ArgumentError,
@@ -39,14 +41,17 @@ from shardstore.values.torch_archive import Records, Stream, verify_archive
 
 _BLOCKED = ("sys", "os", "posix", "nt")
 """Modules whose functions and classes a program cannot allow, as in torch."""
-_EMPTY = {bool, bytes, dict, float, int, list, str, tuple}
-"""Types that a defaultdict may make. A pickle may call them only without arguments."""
 _FILLED = {list, dict, set, collections.deque, collections.defaultdict, collections.Counter}
 _FILLED |= {collections.OrderedDict}
 _NUMPY_CODES = "?bhilqBHILQefdFD"
 _SURE = {type(None), bool, int, float, complex, str, bytes, io.BytesIO}
 """Types whose values can always be loaded, so that a save need not test them."""
 _ATTRIBUTED = {argparse.Namespace, types.SimpleNamespace, collections.OrderedDict}
+
+
+_UNUSED = pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER
+_UNUSED += pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
+"""Operations that take any size, or call classes in ways that ``torch.save`` does not use."""
 
 
 class BoundedUnpickler(pickle._Unpickler):
@@ -56,9 +61,7 @@ class BoundedUnpickler(pickle._Unpickler):
     stack: list[Any]
     metastack: list[list[Any]]
     dispatch: ClassVar[dict[int, Any]] = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if code not in (pickle.BYTEARRAY8[0], pickle.NEXT_BUFFER[0], pickle.READONLY_BUFFER[0])
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code not in _UNUSED
     }
 
 
@@ -112,7 +115,7 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 def _defaultdict(kind: Any = None) -> collections.defaultdict[Any, Any]:
-    _require(kind is None or kind in _EMPTY or kind in _MAKERS, "what a defaultdict makes")
+    _require(kind is None or kind in _MAKERS, "what a defaultdict makes")
     return collections.defaultdict(kind)
 
 
@@ -131,20 +134,21 @@ def _numpy_dtype(code: str, align: bool, copy: bool) -> _Unfilled:
     return _Unfilled(lambda state: np.dtype(dtype.newbyteorder(state[1]).str))
 
 
-def _numpy_array(shape: tuple[int, ...], dtype: np.dtype[Any], data: bytes, order: Any) -> Any:
+def _numpy_array(shape: tuple[int, ...], dtype: np.dtype[Any], fortran: bool, data: bytes) -> Any:
     sizes = all(type(n) is int and n >= 0 for n in shape)
     _require(sizes and isinstance(dtype, np.dtype) and type(data) is bytes, "a NumPy array")
     _require(math.prod(shape) * dtype.itemsize == len(data), "the size of a NumPy array")
+    order: Any = "F" if fortran else "C"
     return np.ndarray(shape, dtype, data, order=order).copy(order)
 
 
 def _numpy_empty(kind: type, shape: object, code: object) -> _Unfilled:
     _require(kind is np.ndarray, "a class of NumPy arrays")
-    return _Unfilled(lambda state: _numpy_array(state[1], state[2], state[4], "CF"[state[3]]))
+    return _Unfilled(lambda state: _numpy_array(*state[1:]))
 
 
 def _numpy_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
-    return _numpy_array((), dtype, data, "C")[()]
+    return _numpy_array((), dtype, False, data)[()]
 
 
 def _sparse(layout: torch.layout, data: Sequence[Any]) -> torch.Tensor:
@@ -170,7 +174,6 @@ def _member(kind: Any, name: str) -> enum.Enum:
     )
 
 
-_LAYOUTS = {str(found): found for found in vars(torch).values() if type(found) is torch.layout}
 _REBUILD: list[Any] = [
     torch._utils._rebuild_tensor,
     torch._utils._rebuild_tensor_v2,
@@ -181,41 +184,35 @@ _REBUILD: list[Any] = [
     torch._utils._rebuild_meta_tensor_no_storage,
 ]
 _MAKERS: dict[type, Callable[..., Any]] = {
-    torch.Size: _of(torch.Size, tuple),
-    torch.device: _of(torch.device, str, int),
-    np.dtype: _numpy_dtype,
+    **{kind: _of(kind) for kind in (bool, bytes, dict, float, int, list, str, tuple)},
+    **{kind: _of(kind) for kind in (argparse.Namespace, types.SimpleNamespace)},
+    **{kind: _of(kind, list) for kind in (set, frozenset, collections.OrderedDict)},
+    **{kind: _of(kind, int) for kind in (range, datetime.timedelta, fractions.Fraction)},
+    **{kind: _of(kind, str) for kind in (decimal.Decimal, pathlib.Path, pathlib.PosixPath)},
+    pathlib.PurePosixPath: _of(pathlib.PurePosixPath, str),
     bytearray: _of(bytearray, bytes),
     complex: _of(complex, float, int),
-    range: _of(range, int),
-    set: _of(set, list),
-    frozenset: _of(frozenset, list),
     slice: lambda *bounds: slice(*bounds),
-    argparse.Namespace: _of(argparse.Namespace),
-    types.SimpleNamespace: _of(types.SimpleNamespace),
-    collections.OrderedDict: _of(collections.OrderedDict, list),
     collections.Counter: _of(collections.Counter, dict),
     collections.deque: _of(collections.deque, tuple, list, int),
     collections.defaultdict: _defaultdict,
     datetime.date: _of(datetime.date, bytes, int),
     datetime.datetime: _of(datetime.datetime, bytes, int, datetime.timezone),
     datetime.time: _of(datetime.time, bytes, int, datetime.timezone),
-    datetime.timedelta: _of(datetime.timedelta, int),
     datetime.timezone: _of(datetime.timezone, datetime.timedelta, str),
-    decimal.Decimal: _of(decimal.Decimal, str),
-    fractions.Fraction: _of(fractions.Fraction, int),
     uuid.UUID: lambda: _Unfilled(lambda state: uuid.UUID(int=state["int"])),
-    pathlib.Path: _of(pathlib.Path, str),
-    pathlib.PosixPath: _of(pathlib.PosixPath, str),
-    pathlib.PurePosixPath: _of(pathlib.PurePosixPath, str),
     io.BytesIO: lambda: _Unfilled(lambda state: _bytes_io(*state)),
+    np.dtype: _numpy_dtype,
+    torch.Size: _of(torch.Size, tuple),
+    torch.device: _of(torch.device, str, int),
 }
 """What is called in the place of a class. The class itself may be a value."""
 _KNOWN: dict[str, Any] = {
     **{f"torch._utils.{function.__name__}": function for function in _REBUILD},
-    **{_full_name(kind.__module__, kind.__name__): kind for kind in (*_EMPTY, *_MAKERS)},
+    **{_full_name(kind.__module__, kind.__name__): kind for kind in _MAKERS},
     "torch._tensor._rebuild_from_type_v2": _subclassed,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
+    "torch.serialization._get_layout": torch.serialization._get_layout,
     "torch.Tensor": torch.Tensor,
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "numpy.ndarray": np.ndarray,
@@ -225,6 +222,23 @@ _KNOWN: dict[str, Any] = {
     "numpy._core.multiarray.scalar": _numpy_scalar,
     "_codecs.encode": _encode,
 }
+
+
+_FILLING = {pickle.APPEND: 2, pickle.SETITEM: 3}
+_FILLING |= dict.fromkeys((pickle.APPENDS, pickle.SETITEMS, pickle.ADDITEMS), 0)
+"""Operations that add items -> position of the container on the stack from the end; 0: it is the
+last value before the mark."""
+
+
+def _filling(code: int, position: int) -> Callable[[_Unpickler], None]:
+    """Return an operation that adds items to a container, and refuses unknown containers."""
+
+    def fill(self: _Unpickler) -> None:
+        kind = type(self.stack[-position] if position else self.metastack[-1][-1])
+        _require(kind in _FILLED or id(kind) in self._allowed_ids, "items")
+        BoundedUnpickler.dispatch[code](self)
+
+    return fill
 
 
 class _Unpickler(BoundedUnpickler):
@@ -242,10 +256,7 @@ class _Unpickler(BoundedUnpickler):
         self.memo: dict[int, Any] = _Memo()
         self._storage = storage
         self._storages: dict[str, Any] = {}
-        self._allowed: dict[str, Any] = {}
-        for entry in torch.serialization.get_safe_globals():
-            value, name = entry if isinstance(entry, tuple) else (entry, None)
-            self._allowed[name or f"{value.__module__}.{value.__qualname__}"] = value
+        self._allowed = cast(Any, _weights_only_unpickler)._get_user_allowed_globals()
         self._allowed_ids = {id(value) for value in self._allowed.values()}
         self._unfilled = 0
 
@@ -292,7 +303,7 @@ class _Unpickler(BoundedUnpickler):
         if id(kind) in self._allowed_ids:
             return kind.__new__(kind, *args) if new else kind(*args)
         maker = _MAKERS.get(kind, kind)
-        _require(isinstance(maker, types.FunctionType) or (kind in _EMPTY and not args), "a call")
+        _require(isinstance(maker, types.FunctionType), "a call")
         made = maker(*args)
         self._unfilled += type(made) is _Unfilled
         return made
@@ -322,30 +333,11 @@ class _Unpickler(BoundedUnpickler):
 
     dispatch: ClassVar[dict[int, Any]] = {
         **BoundedUnpickler.dispatch,
+        **{code[0]: _filling(code[0], depth) for code, depth in _FILLING.items()},
         pickle.REDUCE[0]: _reduce,
         pickle.NEWOBJ[0]: _newobj,
         pickle.BUILD[0]: _build,
     }
-
-
-def _filling(code: int, target: Callable[[_Unpickler], Any]) -> Callable[[_Unpickler], None]:
-    """Return an operation that adds items to a container, and refuses unknown containers."""
-    plain = BoundedUnpickler.dispatch[code]
-
-    def fill(self: _Unpickler) -> None:
-        kind = type(target(self))
-        _require(kind in _FILLED or id(kind) in self._allowed_ids, "items")
-        plain(self)
-
-    return fill
-
-
-for _code in (pickle.APPENDS, pickle.SETITEMS, pickle.ADDITEMS):
-    _Unpickler.dispatch[_code[0]] = _filling(_code[0], lambda self: self.metastack[-1][-1])
-_Unpickler.dispatch[pickle.APPEND[0]] = _filling(pickle.APPEND[0], lambda self: self.stack[-2])
-_Unpickler.dispatch[pickle.SETITEM[0]] = _filling(pickle.SETITEM[0], lambda self: self.stack[-3])
-for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4):
-    del _Unpickler.dispatch[_code[0]]  # they would call classes without the checks above
 
 
 def dump_bytes(value: object) -> bytes:
@@ -461,30 +453,26 @@ def _doubtful(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
 def _is_plain_array(value: Any) -> bool:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         is_dense = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-        return is_dense and not vars(value) and _freed(value) is None
+        if is_dense and not vars(value):
+            with suppress(ArgumentError):
+                require_memory(value)
+                return True
+        return False
     is_numpy = type(value) is np.ndarray or isinstance(value, np.generic)
     return is_numpy and type(value).__module__ == "numpy" and value.dtype.char in _NUMPY_CODES
-
-
-def _freed(tensor: torch.Tensor) -> Exception | None:
-    try:
-        require_memory(tensor)
-    except ArgumentError as error:
-        return error
-    return None
 
 
 def _problem(values: Sequence[Any]) -> Exception | None:
     """Return the error of writing values and reading them again; ``None`` if they are loaded with
     the same types."""
-    for value in values:
-        if type(value) is torch.Tensor and value.layout is torch.strided and _freed(value):
-            return _freed(value)
     try:
+        for value in values:
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                require_memory(value)
         found = _unpickled(io.BytesIO(dump_bytes(values))) if values else ()
+        for one, other in zip(values, found, strict=True):
+            if type(one) is not type(other):
+                raise TypeError(f"it would be loaded as a {type(other).__name__}")
     except Exception as error:  # methods of a class may raise any exception
         return error
-    for one, other in zip(values, found, strict=True):
-        if type(one) is not type(other):
-            return TypeError(f"it would be loaded as a {type(other).__name__}")
     return None

@@ -21,8 +21,8 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.exchange_utils import distribute_shards_to_ranks
-from shardstore.loading import assemble, replicas
-from shardstore.loading.replicas import sharing_group
+from shardstore.loading import read
+from shardstore.loading.replicas import offer
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.stores.location import Location
@@ -276,21 +276,27 @@ def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
         )
 
 
+def shares(group: Any, share: str, place: Location) -> bool:
+    """Whether this rank wants to share."""
+    offered = offer(group, share, place)
+    return offered is not None and offered[2]
+
+
 def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, folder: Path) -> None:
     here, far = Location.of(folder), Location.of("s3://bucket/run")
     alone = [dist.new_group([number]) for number in range(WORLD)][rank]
-    assert sharing_group(everything(), "auto", far) is not None
-    assert sharing_group(everything(), "never", far) is None
-    assert sharing_group(alone, "always", far) is None
-    assert sharing_group(None, "always", far) is None
-    assert sharing_group(everything(), "auto", here) is None
+    assert shares(everything(), "auto", far)
+    assert not shares(everything(), "never", far)
+    assert not shares(alone, "always", far)
+    assert not shares(None, "always", far)
+    assert not shares(everything(), "auto", here)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says it: two hosts
-        assert sharing_group(everything(), "auto", here) is not None
+        assert shares(everything(), "auto", here)
         patch.setenv("LOCAL_WORLD_SIZE", str(WORLD))
-        assert sharing_group(everything(), "auto", here) is None
+        assert not shares(everything(), "auto", here)
         patch.delenv("LOCAL_WORLD_SIZE")  # nobody tells of hosts
-        assert sharing_group(everything(), "auto", here) is None
+        assert not shares(everything(), "auto", here)
 
 
 def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: Path) -> None:
@@ -301,8 +307,8 @@ def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: 
     with pytest.MonkeyPatch.context() as patch:
         for local, is_on_several in (("2", True), (str(WORLD), False)):
             patch.setenv("LOCAL_WORLD_SIZE", local)
-            assert sharing_group(within, "auto", here) is None
-            assert (sharing_group(across, "auto", here) is not None) == is_on_several
+            assert not shares(within, "auto", here)
+            assert shares(across, "auto", here) == is_on_several
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         shardstore.save(replicated(rank), folder / "c", SMALL)
         before = counters.copy()
@@ -403,10 +409,10 @@ def a_rank_that_cannot_take_its_chunks_fails_on_all(
     """At once, whether it fails before chunks travel or while they do; the next load works."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
     options: dict[str, Any] = {"replica_group": everything(), "share_replicas": "always"}
-    for module, name in ((assemble, "Exchange"), (replicas, "deliver")):
+    for name in ("by_chunk", "deliver"):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 2:
-                patch.setattr(module, name, refuse)
+                patch.setattr(read, name, refuse)
             begin = time.monotonic()
             error = raised(partial(shardstore.load, replicated(rank), folder / "c", **options))
         assert "no memory left" in str(error)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.errors import ArgumentError, ChunkCorruptError, DTypeMismatchError
 from shardstore.loading import plan as read_plan
-from shardstore.loading.host import _split
+from shardstore.loading.read import _split
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.counters import counters

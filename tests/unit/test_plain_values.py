@@ -263,6 +263,19 @@ MALFORMED = [
     {"$type": "Decimal", "value": "one"},
     {"$type": "range", "value": [1, 2, 0]},
     {"$type": "tuple"},
+    {"$type": "numpy.dtype", "value": "|O"},
+    *(
+        {"$type": name, "value": value}
+        for endless in [{"$type": "range", "value": [0, 10**15, 1]}]
+        for name, value in (
+            ("tuple", endless),
+            ("set", endless),
+            ("Size", endless),
+            ("deque", [endless, 1]),
+            ("ndarray", ["<f4", endless, ""]),
+            ("Tensor", ["float32", endless, "", False]),
+        )
+    ),
 ]
 
 

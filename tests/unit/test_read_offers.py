@@ -8,6 +8,7 @@ import pytest
 
 from shardstore.errors import ArgumentError
 from shardstore.loading.replicas import Offer, agree, members_of, offer
+from shardstore.storage.stores.location import Location
 
 URL = "s3://bucket/run/step-1"
 
@@ -70,4 +71,4 @@ def test_the_form_of_a_group_keeps_its_ranks(ranks: tuple[int, ...]) -> None:
 
 
 def test_no_group_is_no_offer() -> None:
-    assert offer(None, "auto", False) is None
+    assert offer(None, "auto", Location.of(URL)) is None

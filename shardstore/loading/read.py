@@ -1,0 +1,353 @@
+"""Read the planned regions of a load: directly to their destinations, through host memory, or
+together with replicas.
+
+Values for a device, and values that are cast, pass through two buffers in host memory: one is read
+while the other is copied. The buffers together use at most the budget.
+
+If a group shares the reading, every rank of it reports which chunks it wants (a digest, if all want
+the same), and computes which rank reads which chunk. If only one rank wants a chunk, it reads the
+chunk directly to its destination. One of the ranks that want another chunk reads and verifies the
+whole chunk, and broadcasts it. This happens in rounds within a memory budget; the next round is
+read while one is sent.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, zip_longest
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from shardstore.distributed.groups import broadcast_bytes, gathered, group_rank, group_size
+from shardstore.exchange_utils import distribute_shards_to_ranks
+from shardstore.loading.context import LoadContext
+from shardstore.loading.plan import HostRead, ReadPlan
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, flat_range_boxes
+from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
+from shardstore.storage.movers.device import behind, stream_of
+from shardstore.storage.movers.parallel import default_threads, in_rounds
+
+BYTES_A_THREAD = 32 * 1024 * 1024
+"""Size of the buffers for files. Larger buffers are not faster, because new memory is slow."""
+ALIGNMENT = 64
+HOST_BUFFERS = 2
+"""Number of buffers of a read through host memory."""
+ROUND_BYTES = 16 * 1024 * 1024
+"""Largest number of bytes of one rank in a round, so that reading and sending overlap."""
+ROUND_BUFFERS = 4
+"""Number of buffers of a rank in an exchange: to send, to receive, to read the next round, and to
+convert chunks that only it wants."""
+
+Read = Callable[[Sequence[RegionRead], ReadDone | None], None]
+_ChunkId: TypeAlias = tuple[str, int]
+"""Key of the array, and the chunk's position in the grid."""
+Parts: TypeAlias = dict[_ChunkId, list[ChunkPart]]
+"""The parts of each chunk that a rank wants."""
+
+
+def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = None) -> None:
+    """Read the planned regions. If the load has a group, its ranks share the reading and wait for
+    each other.
+
+    Args:
+        context: the context of the load.
+        plan: the plan of this rank.
+        read: reads regions, without sharing; default: reads chunks of the checkpoint.
+
+    Raises:
+        RanksError: another rank of the group failed.
+        ChunkMissingError, ChunkCorruptError: as :meth:`StoredCheckpoint.read`.
+    """
+    if read is not None:
+        context = replace(context, group=None)
+    stored, meter = context.stored, context.meter
+    done = meter.count if meter is not None and meter.is_watched else None
+    with context.together(), torch.no_grad():
+        regions = [region for one in plan.values() for region in one.regions]
+        if meter is not None:
+            watched = regions if meter.is_watched else ()
+            chunks = sum(1 for region in watched for _ in chunk_parts(region))
+            meter.expect(sum(region.out.nbytes for region in regions), chunks)
+        for one in plan.values():
+            if one.is_padded:
+                one.target.zero_()
+        parts = {} if context.group is None else by_chunk(regions)
+    if context.group is not None:
+        exchange(context, parts, done)
+        return
+    budget_bytes = context.budget_bytes
+    if stored.location.is_local:
+        budget_bytes = min(budget_bytes, BYTES_A_THREAD * default_threads())
+    read_through_host(read or stored.read, regions, budget_bytes, done)
+
+
+# -- through host memory ---------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A box of an array that is read into a buffer.
+
+    Attributes:
+        array: the array.
+        box: box of the array.
+        targets: for each destination its part of the box, and the array or tensor.
+        chunks: number of chunks that are complete with each target.
+    """
+
+    array: ArrayMeta
+    box: Box
+    targets: Sequence[tuple[Any, Any]]
+    chunks: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the piece in a buffer with several pieces."""
+        return -(-self.box.size * dtypes.itemsize(self.array.dtype) // ALIGNMENT) * ALIGNMENT
+
+
+def read_through_host(
+    read: Read,
+    regions: Sequence[RegionRead],
+    budget_bytes: int,
+    done: ReadDone | None = None,
+    chunks: Sequence[Piece] = (),
+) -> None:
+    """Read regions to their destinations, :class:`HostRead` through buffers.
+
+    Args:
+        read: reads regions into arrays of the stored data types.
+        regions: the wanted regions.
+        budget_bytes: memory for the buffers. A compressed chunk, which cannot be read in parts, may
+            need more.
+        done: called as the regions fill, with bytes of their destinations.
+        chunks: further chunks, which are read once for all of their destinations.
+
+    Raises:
+        ChunkMissingError, ChunkCorruptError: as ``read``.
+    """
+    through = [region for region in regions if isinstance(region, HostRead)]
+    read([region for region in regions if not isinstance(region, HostRead)], done)
+    limit_bytes = max(1, budget_bytes // HOST_BUFFERS)
+    pieces = [piece for region in through for piece in _pieces(region, limit_bytes)]
+    batches = in_batches([*pieces, *chunks], limit_bytes)
+    pinned = any(region.out.is_cuda for region in through)
+    for batch, buffer in zip(batches, read_ahead(read, batches, pinned=pinned), strict=False):
+        deliver(buffer, batch, done)
+
+
+def read_ahead(
+    read: Read, batches: Sequence[Sequence[Piece]], *, pinned: bool = False
+) -> Iterator[NDArray[np.uint8]]:
+    """Yield a buffer with the stored bytes of each batch, while the next batch is read.
+
+    A buffer is reused for the batch after the next.
+    """
+    sizes = [sum(piece.size_bytes for piece in batch) for batch in batches]
+    buffers = [
+        torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned).numpy()
+        for _ in batches[:HOST_BUFFERS]
+    ]
+
+    def fetch(number: int) -> NDArray[np.uint8]:
+        if number >= len(batches) or not batches[number]:
+            return np.empty(0, np.uint8)
+        buffer = buffers[number % HOST_BUFFERS][: sizes[number]]
+        views = zip(batches[number], _views(buffer, batches[number]), strict=True)
+        read([RegionRead(piece.array, piece.box, view) for piece, view in views], None)
+        return buffer
+
+    with ThreadPoolExecutor(1, thread_name_prefix="shardstore-host") as reader:
+        coming = reader.submit(fetch, 0)
+        for number in range(len(batches)):
+            buffer = coming.result()
+            coming = reader.submit(fetch, number + 1)
+            yield buffer
+
+
+def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone | None) -> None:
+    """Copy the bytes of a batch to their destinations."""
+    for piece, view in zip(batch, _views(buffer, batch), strict=True):
+        for where, out in piece.targets:
+            target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
+            with torch.no_grad():
+                target.copy_(dtypes.as_tensor(view[where]))
+            if done is not None:
+                done(out.nbytes, piece.chunks)
+
+
+def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[Any]]:
+    """Cut a buffer into arrays of the pieces' shapes and stored data types."""
+    starts = accumulate((piece.size_bytes for piece in batch), initial=0)
+    views = []
+    for piece, start in zip(batch, starts, strict=False):
+        dtype = dtypes.numpy_dtype(piece.array.dtype)
+        raw = buffer[start : start + piece.box.size * dtype.itemsize]
+        views.append(raw.view(dtype).reshape(piece.box.shape))
+    return views
+
+
+def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:
+    """Divide pieces into batches that fit into a buffer or consist of one piece."""
+    return list(in_rounds(pieces, lambda piece: piece.size_bytes, limit_bytes))
+
+
+def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
+    """Cut a region along the chunk grid and, if that is not enough, along its axes."""
+    array = region.array
+    most = max(1, limit_bytes // dtypes.itemsize(array.dtype))
+    for part in chunk_parts(region):
+        box = box_of(part)
+        rest = box.size
+        for small in _split(box, most) if array.is_plain else [box]:
+            rest -= small.size
+            where: tuple[Any, ...] = (..., *small.relative_to(box.offset).slices)
+            yield Piece(array, small, [(..., part.out[where])], int(rest == 0))
+
+
+def box_of(part: ChunkPart) -> Box:
+    """Return the box of the array that a part of a chunk covers."""
+    corner = part.array.grid.box(part.index).offset
+    offset = tuple(a + b for a, b in zip(corner, part.within.offset, strict=True))
+    return Box(offset, part.within.shape)
+
+
+def _split(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most ``most`` elements, in C order."""
+    for start in range(0, box.size, most):
+        for part in flat_range_boxes(box.shape, start, min(start + most, box.size)):
+            offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
+            yield Box(offset, part.shape)
+
+
+# -- together with replicas ------------------------------------------------------------------------
+
+
+def by_chunk(regions: Iterable[RegionRead]) -> Parts:
+    """Split the regions that this rank wants along the chunk grid."""
+    parts: Parts = {}
+    for region in regions:
+        for part in chunk_parts(region):
+            parts.setdefault((part.array.key, part.number), []).append(part)
+    return parts
+
+
+def exchange(context: LoadContext, parts: Parts, done: ReadDone | None) -> None:
+    """Read regions together with the other ranks of the context's group, and exchange them.
+
+    Every rank of the group calls it and waits for the others. The smallest budget of the group is
+    used.
+
+    Args:
+        context: the context of the load, with the group.
+        parts: result of :func:`by_chunk`.
+        done: called as the regions fill.
+
+    Raises:
+        RanksError: another rank of the group failed.
+    """
+    group, read = context.group, context.stored.read
+    limit_bytes, holders = _agreed(context, sorted(parts))
+    pieces = {chunk: _piece(context, chunk, parts.get(chunk, ())) for chunk in holders}
+    rank = group_rank(group)
+    alone = [(pieces[chunk], parts[chunk]) for chunk, by in holders.items() if by == [rank]]
+    rounds = _rounds(pieces, holders, group_size(group), limit_bytes)
+    most = max((sum(p.size_bytes for p in one) for by_rank in rounds for one in by_rank), default=0)
+    received = np.empty(most, np.uint8)
+    buffers = read_ahead(read, [by_rank[rank] for by_rank in rounds])
+    read_alone = partial(_read_alone, read, alone, limit_bytes, done, stream_of())
+    failed: Exception | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
+        reading_alone = reader.submit(read_alone)
+        for by_rank in rounds:
+            with context.together():
+                if failed is not None:
+                    raise failed
+                mine = next(buffers)
+            for source, batch in enumerate(by_rank):
+                if not batch:
+                    continue
+                size = sum(piece.size_bytes for piece in batch)
+                buffer = mine if source == rank else received[:size]
+                broadcast_bytes(torch.from_numpy(buffer), source, group)
+                try:
+                    deliver(buffer, batch, done)
+                except Exception as problem:  # continue: the others wait for the next broadcast
+                    failed = failed or problem
+    with context.together():
+        if failed is not None:
+            raise failed
+        reading_alone.result()
+
+
+def _agreed(context: LoadContext, wanted: list[_ChunkId]) -> tuple[int, dict[_ChunkId, list[int]]]:
+    """Return the bytes of one rank in a round, and the ranks that want each chunk; the same on
+    every rank. The ranks send their chunks only if not all of them want the same."""
+    limit_bytes = max(1, min(ROUND_BYTES, context.budget_bytes // ROUND_BUFFERS))
+    digest = xxhash.xxh3_64_intdigest(pickle.dumps((context.stored.location.url, wanted)))
+    told = gathered((digest, limit_bytes), context.group)
+    limit_bytes = min(limit for _, limit in told)
+    if len({digest for digest, _ in told}) == 1:
+        everyone = list(range(len(told)))
+        return limit_bytes, dict.fromkeys(wanted, everyone)
+    holders: dict[_ChunkId, list[int]] = {}
+    for rank, chunks in enumerate(gathered(wanted, context.group)):
+        for chunk in chunks:
+            holders.setdefault(chunk, []).append(rank)
+    return limit_bytes, holders
+
+
+def _piece(context: LoadContext, chunk: _ChunkId, parts: Sequence[ChunkPart]) -> Piece:
+    """Return a whole chunk with the parts that this rank wants."""
+    key, number = chunk
+    array = context.stored.arrays[key]
+    targets = [((..., *part.within.slices), part.out) for part in parts]
+    return Piece(array, array.grid.box(array.grid.index_at(number)), targets)
+
+
+def _rounds(
+    pieces: Mapping[_ChunkId, Piece],
+    holders: dict[_ChunkId, list[int]],
+    ranks: int,
+    limit_bytes: int,
+) -> list[list[list[Piece]]]:
+    """Return the rounds in which the chunks are sent that several ranks want."""
+    sizes = {chunk: piece.size_bytes for chunk, piece in pieces.items()}
+    by_rank: list[list[_ChunkId]] = [[] for _ in range(ranks)]
+    for chunk, rank in distribute_shards_to_ranks(holders, sizes, ranks, set()).items():
+        if len(holders[chunk]) > 1:
+            by_rank[rank].append(chunk)
+    cut = [
+        in_batches((pieces[chunk] for chunk in sorted(chunks)), limit_bytes) for chunks in by_rank
+    ]
+    return [list(one) for one in zip_longest(*cut, fillvalue=[])]
+
+
+def _read_alone(
+    read: Read,
+    alone: Sequence[tuple[Piece, list[ChunkPart]]],
+    limit_bytes: int,
+    done: ReadDone | None,
+    stream: torch.cuda.Stream | None,
+) -> None:
+    """Read the chunks that no other rank wants. It runs in another thread; copies to a device wait
+    for work that the caller has queued on the stream."""
+    reads: list[RegionRead] = []
+    several: list[Piece] = []
+    for piece, (part, *others) in alone:
+        if others:  # boxes of a flat range may share a chunk, which is read once
+            several.append(piece)
+            continue
+        kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
+        reads.append(kind(part.array, box_of(part), part.out))
+    with behind(stream):
+        read_through_host(read, reads, limit_bytes, done, several)
