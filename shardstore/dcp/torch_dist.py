@@ -48,10 +48,10 @@ from shardstore.mapping import (
     StateDict,
     is_main_replica,
 )
+from shardstore.saving.execute import Staging
+from shardstore.saving.plan import parts_of, require_plain
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import SaveSession, session_of
-from shardstore.saving.sources import TensorSource, require_plain
-from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
@@ -204,7 +204,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
                 saving.finish(failure)
                 return
             # An asynchronous save has other connections between the ranks than the plan had.
-            saving.ranks = session.ranks
+            saving.ranks = session.later
             try:
                 saving.finish(session.failure)
             except Exception as problem:
@@ -357,8 +357,8 @@ class _FilesSave:
                 "save with ('zarr', 2), which can copy while it writes"
             )
         self._copies = {index: _copied(index.fqn, data) for index, data in found.items()}
-        self.staging = Staging(list(self._chunks().values()), threads=self.threads)
-        self.staging.start(overlap=overlap)
+        chunks = list(self._chunks().values())
+        self.staging = Staging(chunks, overlap=overlap, threads=self.threads)
         if self.staging.error is not None:
             raise self.staging.error
 
@@ -491,7 +491,7 @@ def _copied(key: str, data: torch.Tensor | io.BytesIO) -> _Copy:
         return data.detach().to("cpu", copy=True)
     shape = tuple(data.shape)
     array = ArrayMeta(key, "", Grid(shape, tuple(max(1, n) for n in shape)), name)
-    return ChunkWrite(array, (0,) * len(shape), TensorSource(data, key).part())
+    return ChunkWrite(array, (0,) * len(shape), parts_of(data, key)(()))
 
 
 def _planner_of(state_dict: ShardedStateDict, only_main: bool, is_coordinator: bool) -> _Planner:

@@ -35,8 +35,7 @@ from shardstore.errors import (
     KeyNameError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.saving.plan import array_meta, plan_writes
-from shardstore.saving.sources import CutChunk, fetched
+from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes
 from shardstore.sharded.layouts import (
     Layouts,
     as_flat_range,

@@ -156,11 +156,13 @@ class Ranks:
         rank: this process's global rank, 0 without a process group.
         world_size: number of ranks, 1 without a process group.
         deadline_s: seconds to wait for any other rank.
+        ended: the error of the first step of several ranks that failed. Every rank has one.
     """
 
     rank: int = 0
     world_size: int = 1
     deadline_s: float = DEFAULT_DEADLINE_S
+    ended: BaseException | None = None
     _channel: Channel | None = field(default=None, repr=False)
 
     @classmethod
@@ -174,7 +176,7 @@ class Ranks:
         deadline_s = deadline_from_environment()
         if not has_ranks() or dist.get_world_size() == 1:
             return cls(deadline_s=deadline_s)
-        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel(purpose))
+        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel=_channel(purpose))
 
     def over(self, purpose: str) -> Ranks:
         """Return the same ranks over the connections of another purpose.
@@ -248,10 +250,11 @@ class Ranks:
             shown = _portable(error)
             told = _Told([], {self.rank: _describe(error)}, [] if shown is None else [shown])
         status, body = self._meet(told, what, merge, decide)
+        if error is None and status != _OK:
+            error = pickle.loads(body)
         if error is not None:
+            self.ended = self.ended or error
             raise error
-        if status != _OK:
-            raise pickle.loads(body)
         return body
 
     def step(

@@ -1,4 +1,5 @@
-"""Plan a save: the arrays that this rank creates and the chunks that it writes.
+"""Plan a save: the arrays that this rank creates, the chunks that it writes, and the tensors that
+they are copied from.
 
 Each rank plans alone, by the same rules. For irregular and flattened tensors, it first needs the
 layouts of other ranks (:mod:`shardstore.sharded.layouts`).
@@ -8,27 +9,134 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.saving.replicas import Shard, SharedWrites, identity
-from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
 from shardstore.sharded.layouts import FlatRange, Layouts, flat_bounds, is_first, local_box
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges
 from shardstore.storage.format.names import node_name
 from shardstore.storage.movers.chunks import ChunkWrite, Source
+from shardstore.storage.movers.device import on_host, stream_of
 from shardstore.storage.options import SaveOptions
 
 CHUNKS_PER_RANGE = 4
 MIN_RANGE_CHUNK_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class CutChunk:
+    """A chunk whose elements several ranks hold.
+
+    Attributes:
+        array: the array of the chunk.
+        index: index of the chunk in the grid.
+        shape: shape of the part of the chunk that is inside of the array.
+        owner: rank that writes the chunk.
+        pieces: ``(rank, start, stop)`` in elements of this part: the piece of each rank.
+        local: start of each piece of this rank -> source of its elements.
+    """
+
+    array: ArrayMeta
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    owner: int
+    pieces: tuple[tuple[int, int, int], ...]
+    local: dict[int, Source] = field(default_factory=dict)
+
+
+@dataclass
+class WritePlan:
+    """The plan of one rank.
+
+    Attributes:
+        arrays: arrays that the rank writes to, and whether it creates them.
+        created: arrays that it creates, with their documents, once they are noted in its manifest.
+        writes: chunks that it writes alone.
+        cut: chunks that it shares with others, in the same order on all ranks.
+    """
+
+    arrays: list[tuple[ArrayMeta, bool]] = field(default_factory=list)
+    created: list[tuple[ArrayMeta, str]] = field(default_factory=list)
+    writes: list[ChunkWrite] = field(default_factory=list)
+    cut: list[CutChunk] = field(default_factory=list)
+
+    def written(self, rank: int) -> list[ArrayMeta]:
+        """Return the array of each chunk that this rank writes."""
+        owned = [cut.array for cut in self.cut if cut.owner == rank]
+        return owned + [write.array for write in self.writes]
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """Part of a tensor on a device; calling it copies the part to the host.
+
+    Attributes:
+        tensor: the part.
+        stream: stream of the tensor's thread; the copy waits for work queued there.
+    """
+
+    tensor: torch.Tensor
+    stream: torch.cuda.Stream | None = None
+
+    def __call__(self) -> NDArray[Any]:
+        return on_host(self.tensor, self.stream)
+
+    def reshape(self, shape: tuple[int, ...]) -> DevicePart:
+        """Return the same elements in another shape."""
+        return DevicePart(self.tensor.reshape(shape), self.stream)
+
+
+def fetched(source: Source) -> NDArray[Any]:
+    """Return the data of a source."""
+    return source() if callable(source) else source
+
+
+def require_plain(tensor: torch.Tensor, key: str) -> None:
+    """Raise :class:`DTypeMismatchError` for a tensor that is not dense memory."""
+    if tensor.layout is torch.strided and tensor.device.type != "meta":
+        # A FakeTensor reports a real device, but its storage is on the meta device.
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if is_plain or tensor.untyped_storage().device.type != "meta":
+            return
+    raise DTypeMismatchError(
+        f"key {key!r} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
+        "which has no plain memory to write; make it a dense tensor with data",
+        key=key,
+    )
+
+
+def parts_of(
+    tensor: torch.Tensor, key: str, prepended: int = 0
+) -> Callable[[tuple[slice, ...]], NDArray[Any] | DevicePart]:
+    """Return a function that returns parts of a local tensor, by slices: views on the host,
+    :class:`DevicePart` on a device.
+
+    Args:
+        tensor: the data.
+        key: key of the tensor, for error texts.
+        prepended: number of axes of length 1 that the slices have before the tensor's axes.
+    """
+    require_plain(tensor, key)
+    tensor = tensor.detach()[(None,) * prepended]
+    array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
+    stream = stream_of(tensor.device)
+
+    def part(slices: tuple[slice, ...]) -> NDArray[Any] | DevicePart:
+        where: tuple[Any, ...] = (..., *slices)  # the ellipsis keeps a 0-d part an array
+        return DevicePart(tensor[where], stream) if array is None else array[where]
+
+    return part
 
 
 def array_meta(
@@ -141,14 +249,14 @@ def plan_writes(
         if tensor.flattened_range is not None:
             _plan_flat(plan.writes, cut, tensor, meta, box, layouts.ranges[tensor.key][box])
             continue
-        source = TensorSource(tensor.data, tensor.key, tensor.prepend_axis_num)
+        part = parts_of(tensor.data, tensor.key, tensor.prepend_axis_num)
         for index in meta.grid.overlapping(box) if whole is None else (whole,):
             if (name := identity(tensor)) in in_group and (name, index) not in mine:
                 continue
             slices = (
                 () if whole is not None else meta.grid.box(index).relative_to(box.offset).slices
             )
-            plan.writes.append(ChunkWrite(meta, index, source.part(slices)))
+            plan.writes.append(ChunkWrite(meta, index, part(slices)))
     plan.cut = [cut[chunk] for chunk in sorted(cut)]
     return plan
 
@@ -198,7 +306,7 @@ def _plan_flat(
     """
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
-    source = TensorSource(tensor.data, tensor.key)
+    elements = parts_of(tensor.data, tensor.key)
     for index, part, position in _parts_in_range(meta, box, start, stop):
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.
@@ -211,9 +319,9 @@ def _plan_flat(
         data: Source
         if position is not None:
             low = position - start
-            data = source.part((slice(low + first, low + last),)).reshape(shape)
+            data = elements((slice(low + first, low + last),)).reshape(shape)
         else:
-            data = partial(_gathered, source, part, box.shape, start, first, last, shape)
+            data = partial(_gathered, elements, part, box.shape, start, first, last, shape)
         if is_whole:
             writes.append(ChunkWrite(meta, index, data))
             continue
@@ -272,7 +380,7 @@ def _is_contiguous(part: Box, shape: Sequence[int]) -> bool:
 
 
 def _gathered(
-    source: TensorSource,
+    elements: Callable[[tuple[slice, ...]], Source],
     part: Box,
     extents: Sequence[int],
     start: int,
@@ -281,12 +389,10 @@ def _gathered(
     shape: tuple[int, ...],
 ) -> NDArray[Any]:
     """Return elements ``first:last`` of a part with gaps, from a range that begins at ``start``."""
-    positions = np.zeros((), np.int64)
-    for offset, length, extent in zip(part.offset, part.shape, extents, strict=True):
-        positions = positions[..., None] * extent + np.arange(offset, offset + length)
+    positions = np.ravel_multi_index(np.ix_(*map(np.arange, part.offset, part.end)), tuple(extents))
     wanted = positions.reshape(-1)[first:last] - start
     low = int(wanted[0])
-    data = fetched(source.part((slice(low, int(wanted[-1]) + 1),)))
+    data = fetched(elements((slice(low, int(wanted[-1]) + 1),)))
     out: NDArray[Any] = data[wanted - low].reshape(shape)
     return out
 

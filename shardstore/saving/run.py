@@ -14,7 +14,7 @@ from typing import Any, cast
 from shardstore.dict_utils import extract_matching_values, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import adopt_for_save, keys_of_plain
+from shardstore.dtensor.adoption import adopt_for_save
 from shardstore.dtensor.layout import apply_claims
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.loading.context import CONTENT_METADATA_KEY
@@ -34,7 +34,6 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
-from shardstore.utils import sharded_tensors_of
 from shardstore.validation import comparable, compare_common, validate_sharded_objects_handling
 
 
@@ -59,7 +58,7 @@ def run_save(
     if verify_integrity:
         what = f"writing {INTEGRITY_NAME} of {session.target.url}"
         decide = lambda _: write_integrity(session.target)  # noqa: E731
-        add = partial(session.ranks.together, what=what, decide=decide)
+        add = partial(session.later.together, what=what, decide=decide)
         if request is None:
             add()
         else:
@@ -127,7 +126,6 @@ def prepare(
         target=target,
         options=options,
         sharded=sharded,
-        tensors=sharded_tensors_of(sharded),
         common=common,
         strategies=strategies,
         about=About(
@@ -154,10 +152,7 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
     session.plans = agreed.exchange_layouts and _meets_to_plan(sharded_strategy)
-    if session.ranks.is_coordinator:
-        if agreed.rank_with_dtensors is not None:
-            session.common_keys = keys_of_plain(part.common)
-    elif agreed.common:
+    if agreed.common and not session.ranks.is_coordinator:
         compare_common(part.compared, agreed.common, session.ranks.rank)
     tensors, objects = part.sharded, None
     apply_claims(tensors, agreed.owners)

@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from shardstore.coverage.access_pattern import check_object
 from shardstore.distributed.coordinator import Ranks
+from shardstore.dtensor.adoption import keys_of_plain
 from shardstore.dtensor.layout import claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
-from shardstore.saving.staging import Staging
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
@@ -44,14 +44,16 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
+from shardstore.utils import sharded_tensors_of
 from shardstore.validation import pickled
+
+if TYPE_CHECKING:
+    from shardstore.saving.execute import Staging
 
 logger = logging.getLogger(__name__)
 
 _open: dict[str, SaveSession] = {}
 """URL that is written to -> session. Global, because strategies are called with a place only."""
-Created: TypeAlias = Sequence[tuple[ArrayMeta, str]]
-"""Arrays that a rank creates, with their documents."""
 
 
 @dataclass(kw_only=True)
@@ -62,7 +64,6 @@ class Part:
         target: target of the save.
         options: options of the save.
         sharded: tensors and objects, with factories built.
-        tensors: the tensors in ``sharded``.
         common: common values.
         compared: common values that are compared between the ranks; ``None``: they are not.
         strategies: the strategies for tensors and for common values.
@@ -77,7 +78,6 @@ class Part:
     target: Location
     options: SaveOptions
     sharded: ShardedStateDict = field(default_factory=dict)
-    tensors: Sequence[ShardedTensor] = ()
     common: StateDict = field(default_factory=dict)
     compared: Any = None
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
@@ -87,6 +87,11 @@ class Part:
     adopts: bool = False
     in_background: bool = False
     later: str | None = None
+
+    @cached_property
+    def tensors(self) -> list[ShardedTensor]:
+        """The tensors in :attr:`sharded`."""
+        return sharded_tensors_of(self.sharded)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class SaveSession:
 
     Attributes:
         ranks: the ranks of the save.
-        later: the same ranks, over the connections that an asynchronous save uses after planning.
+        later: the same ranks, over the connections of the steps after planning.
         target: the target of the save.
         options: options of the save; a strategy may replace some of them.
         attempt: the attempt that is written and committed.
@@ -143,17 +148,15 @@ class SaveSession:
         files: files other than chunks.
         zarr_format: format of the written arrays, 3 or 2; ``None`` until a built-in strategy
             writes one.
-        failure: an error of this rank at the beginning or in the background, which prevents the
-            commit.
-        over: the error of a step of all ranks. Every rank has it, and none begins a further step.
+        failure: an error of this rank, which prevents the commit.
         plans: whether the ranks exchange layouts before they write.
         base: the checkpoint whose chunks are reused, ``None`` without one.
         shared: the shards whose chunks this rank's group divides.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: the commit record (bytes, chunks, seconds); empty before the commit.
         meter: counts for a progress callback.
-        common_keys: keys that the coordinator's plain tensors would have as arrays. It is set on
-            the coordinator if only other ranks have DTensors.
+        common_keys: on the coordinator, if only other ranks have DTensors: the keys that its plain
+            tensors would have as arrays.
     """
 
     def __init__(
@@ -176,11 +179,12 @@ class SaveSession:
         )
         self.zarr_format: int | None = None
         self.failure: BaseException | None = None
-        self.over: BaseException | None = None
         self.plans = False
         self.staging: Staging | None = None
         self.record: dict[str, Any] = {}
         self.common_keys: frozenset[str] = frozenset()
+        if ranks.is_coordinator and agreed.rank_with_dtensors is not None:
+            self.common_keys = keys_of_plain(part.common)
         self._started = perf_counter()
 
     @classmethod
@@ -243,24 +247,22 @@ class SaveSession:
         Raises:
             CheckpointingException: see :meth:`finish`.
         """
-        request, error = None, None
+        request: AsyncRequest | None = None
         try:
             with self._active():
                 request = work(self)
         except Exception as problem:
-            error = problem
+            self.failure = problem
         except BaseException:  # an interrupt; the other ranks notice that this one is gone
             self._give_up()
             raise
         if not part.in_background:
-            self.finish(error, part.about)
+            self.finish(part.about)
             return None
+        if self.failure is not None and self.plans and self.ranks.ended is None:
+            with suppress(Exception):  # other ranks wait for this one's plan
+                self.ranks.together(what=self.planning, error=self.failure)
         request = request or AsyncRequest(None, (), [])
-        if error is not None:
-            self.failure = error
-            if self.plans and self.over is None:  # other ranks wait for this one's plan
-                with suppress(Exception), self.common_step():
-                    self.ranks.together(what=self.planning, error=error)
         function = request.async_fn
 
         def guarded(*args: Any, **kwargs: Any) -> None:
@@ -270,24 +272,14 @@ class SaveSession:
             except BaseException as problem:  # finish() raises it on all ranks
                 self.failure = self.failure or problem
 
-        self.ranks = self.later
         request = request._replace(async_fn=guarded)
         if not (request.async_fn_args or request.async_fn_kwargs):
             call = OwnProcessCall(guarded)
             request = request._replace(
                 async_fn=call, finalize_fns=[call.join, *request.finalize_fns]
             )
-        request.add_finalize_fn(partial(self.finish, None, part.about))
+        request.add_finalize_fn(partial(self.finish, part.about))
         return request
-
-    @contextmanager
-    def common_step(self) -> Iterator[None]:
-        """Keep an error of a step of all ranks in :attr:`over`: no rank begins a further one."""
-        try:
-            yield
-        except BaseException as problem:
-            self.over = problem
-            raise
 
     @property
     def planning(self) -> str:
@@ -306,7 +298,7 @@ class SaveSession:
             if self.failure is not None:
                 raise self.failure
             return Layouts()
-        with self.timed("exchange"), self.common_step():
+        with self.timed("exchange"):
             answer = self.ranks.together(
                 local_layouts(tensors, self.ranks.rank),
                 what=self.planning,
@@ -333,7 +325,7 @@ class SaveSession:
         with self.timed("write"):
             self.files.flush_beside(lambda: self.mover.write(chunks, self._written))
 
-    def write_documents(self, created: Created) -> None:
+    def write_documents(self, created: Sequence[tuple[ArrayMeta, str]]) -> None:
         """Write the documents of arrays that this rank creates; see :meth:`write` for errors."""
         if self.options.array_documents:
             with self.timed("write"):
@@ -387,20 +379,19 @@ class SaveSession:
         if self.staging is not None:
             self.staging.fail(error)
 
-    def finish(self, error: BaseException | None, about: About) -> None:
+    def finish(self, about: About) -> None:
         """Send the manifest to the coordinator, which commits. Every rank calls it and waits for
         all others.
 
         Args:
-            error: an error of this rank; nothing is committed then, and every rank raises an error.
             about: further content of the root document.
 
         Raises:
             AccessPatternError: the shards of all ranks do not cover each tensor exactly once.
             RanksError: another rank failed.
             StorageError: the commit failed; the target is unchanged.
+            BaseException: :attr:`failure`; nothing is committed, and every rank raises an error.
         """
-        error = error or self.failure
 
         def decide(reports: list[bytes]) -> bytes:
             whole = replace(
@@ -413,11 +404,10 @@ class SaveSession:
             return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
 
         try:
-            if self.over is not None:
-                raise error or self.over
+            if self.ranks.ended is not None:  # every rank has it
+                raise self.failure or self.ranks.ended
             what = f"committing {self.target.url}"
-            with self.common_step():
-                answer = self.ranks.step(what, self._report, bytes, decide, join, error=error)[1]
+            _, answer = self.later.step(what, self._report, bytes, decide, join, error=self.failure)
             self.record = json.loads(answer)
         except BaseException:
             self._give_up()
@@ -526,15 +516,14 @@ def session_of(place: str | Path | Location) -> SaveSession | None:
 
 def _check_same_target(openings: Sequence[_Opening]) -> None:
     """Check that all ranks save to the same place, with the same base."""
-    said = [(f"to {opening.target}", f"with base={opening.base}") for opening in openings]
-    for rank, words in enumerate(said):
-        for first, other in zip(said[0], words, strict=True):
-            if first != other:
-                raise AccessPatternError(
-                    f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
-                    "and base",
-                    rank=rank,
-                )
+    first, *others = [f"to {one.target} with base={one.base}" for one in openings]
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise AccessPatternError(
+                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
+                "and base",
+                rank=rank,
+            )
 
 
 def _check_objects(merged: Merged) -> None:

@@ -31,9 +31,8 @@ from shardstore.loading.context import LoadContext, context_of, read_documents
 from shardstore.loading.plan import held_regions, plan_reads, whole_tensor, whole_tensors
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, is_main_replica
 from shardstore.saving.execute import stage_chunks, write_chunks
-from shardstore.saving.plan import array_meta, plan_writes
-from shardstore.saving.session import Created, Part, SaveSession, session_of
-from shardstore.saving.sources import CutChunk, WritePlan, fetched
+from shardstore.saving.plan import CutChunk, WritePlan, array_meta, fetched, plan_writes
+from shardstore.saving.session import Part, SaveSession, session_of
 from shardstore.sharded.layouts import (
     FlatRange,
     Layouts,
@@ -164,12 +163,12 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         self,
         state_dict: ShardedStateDict,
         place: str | Path,
-        carry_out: Callable[[SaveSession, WritePlan, Created], AsyncRequest | None],
+        carry_out: Callable[[SaveSession, WritePlan], AsyncRequest | None],
     ) -> AsyncRequest | None:
         tensors = sharded_tensors_of(state_dict)
 
         def work(session: SaveSession) -> AsyncRequest | None:
-            return carry_out(session, *self._plan(session, tensors))
+            return carry_out(session, self._plan(session, tensors))
 
         if (session := session_of(place)) is not None:
             return work(session)
@@ -177,23 +176,21 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         part = Part(
             target=Location.of(place),
             options=self.options,
-            tensors=tensors,
+            sharded=state_dict,
             in_background=carry_out is stage_chunks,
         )
         session, _ = SaveSession.begin(Ranks.current(), place, lambda: part)
         session.plans = session.agreed.exchange_layouts
         return session.run(part, work)
 
-    def _plan(
-        self, session: SaveSession, tensors: Sequence[ShardedTensor]
-    ) -> tuple[WritePlan, Created]:
+    def _plan(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> WritePlan:
         rank = session.ranks.rank
         session.options = options = session.options.of_strategy(self.options)
         session.zarr_format = zarr_format = 2 if self.version == V2_LAYOUT else 3
         session.manifest.array_documents = options.array_documents
         layouts = session.exchanged_layouts(tensors)
 
-        def planned() -> tuple[WritePlan, Created]:
+        def planned() -> WritePlan:
             if zarr_format == 2:
                 _check_v2(options)
             with session.timed("plan"):
@@ -206,18 +203,17 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     layouts=layouts,
                     shared=session.shared,
                 )
-                created = note_arrays(session.manifest, plan.arrays)
+                plan.created = note_arrays(session.manifest, plan.arrays)
             written = plan.written(rank)
             if zarr_format == 2:
                 session.attempt.announce({array.node for array in written}, rank)
             session.expect(written)
-            return plan, created
+            return plan
 
         if not session.agreed.exchange_layouts:
             return planned()
         # Before pieces are sent, so that no rank waits for one that could not plan.
-        with session.common_step():
-            plan, _ = session.ranks.step(session.planning, planned)
+        plan, _ = session.ranks.step(session.planning, planned)
         session.plans = False
         return plan
 

@@ -22,7 +22,7 @@ from shardstore.distributed import messages
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks
 from shardstore.errors import AccessPatternError, RanksError, StorageError
 from shardstore.saving import execute
-from shardstore.saving.sources import CutChunk
+from shardstore.saving.plan import CutChunk
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from tests.helpers.rank_server import start

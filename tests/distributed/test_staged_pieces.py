@@ -16,8 +16,8 @@ from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore import ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import RanksError, SaveInProgressError
+from shardstore.saving.execute import POOL
 from shardstore.saving.session import SaveSession
-from shardstore.saving.staging import POOL
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
