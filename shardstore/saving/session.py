@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -149,6 +149,7 @@ class SaveSession:
         zarr_format: format of the written arrays, 3 or 2; ``None`` until a built-in strategy
             writes one.
         failure: an error of this rank, which prevents the commit.
+        planning: name of the planning step, for error texts.
         plans: whether the ranks exchange layouts before they write.
         base: the checkpoint whose chunks are reused, ``None`` without one.
         shared: the shards whose chunks this rank's group divides.
@@ -171,9 +172,8 @@ class SaveSession:
         self.files = Files(attempt, self.manifest, part.options.budget_bytes)
         callback = callback_of(part.options.progress, shows=ranks.is_coordinator)
         self.meter = Meter("save", part.target.url, callback)
-        self.base: BaseChunks | None = None
-        if part.base is not None:
-            self.base = BaseChunks(part.base, agreed.base_documents or {})
+        documents = agreed.base_documents or {}
+        self.base = None if part.base is None else BaseChunks(part.base, documents)
         self.shared = replicas.accepted(
             part.tensors, part.options.replica_group, agreed.shares, ranks.rank
         )
@@ -185,6 +185,7 @@ class SaveSession:
         self.common_keys: frozenset[str] = frozenset()
         if ranks.is_coordinator and agreed.rank_with_dtensors is not None:
             self.common_keys = keys_of_plain(part.common)
+        self.planning = f"planning the save to {part.target.url}"
         self._started = perf_counter()
 
     @classmethod
@@ -249,13 +250,15 @@ class SaveSession:
         """
         request: AsyncRequest | None = None
         try:
-            with self._active():
-                request = work(self)
+            _open[self.attempt.location.url] = self
+            request = work(self)
         except Exception as problem:
             self.failure = problem
         except BaseException:  # an interrupt; the other ranks notice that this one is gone
             self._give_up()
             raise
+        finally:
+            del _open[self.attempt.location.url]
         if not part.in_background:
             self.finish(part.about)
             return None
@@ -280,11 +283,6 @@ class SaveSession:
             )
         request.add_finalize_fn(partial(self.finish, part.about))
         return request
-
-    @property
-    def planning(self) -> str:
-        """The name of the planning step, for error texts."""
-        return f"planning the save to {self.target.url}"
 
     def exchanged_layouts(self, tensors: Sequence[ShardedTensor]) -> Layouts:
         """Return the layouts of irregular and flattened tensors of all ranks. If there are any,
@@ -341,31 +339,12 @@ class SaveSession:
             seconds = self.manifest.seconds
             seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
 
-    def expect(self, metas: Iterable[ArrayMeta]) -> None:
-        """Add the chunks that this rank will write to the totals of the progress callback.
-
-        Args:
-            metas: the array of each chunk.
-        """
-        if self.meter.is_watched:
-            sizes = [array.chunk_bytes for array in metas]
-            self.meter.expect(sum(sizes), len(sizes))
-
     def _written(self, item: ChunkWrite, record: ChunkRecord) -> None:
         self.manifest.add_chunk(item.array, item.index, record)
         if self.meter.is_watched:
             self.meter.count(item.array.chunk_bytes)
         if self.failure is not None:
             raise self.failure
-
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Make :func:`session_of` return this session for the attempt's folder."""
-        _open[self.attempt.location.url] = self
-        try:
-            yield
-        finally:
-            _open.pop(self.attempt.location.url, None)
 
     def abort(self) -> None:
         """Stop an asynchronous save at its next chunk."""
@@ -447,15 +426,15 @@ class SaveSession:
         return merged
 
     def _log_commit(self) -> None:
-        seconds, url = perf_counter() - self._started, self.target.url
-        size, chunks = (self.record.get(name, 0) for name in ("stored_bytes", "chunks"))
+        url, seconds = self.target.url, perf_counter() - self._started
+        size = self.record.get("stored_bytes", 0)
         log_event(
             logger,
             "commit",
             f"{url}: committed, {size} bytes in {seconds:.3f} s",
             url=url,
             bytes=size,
-            chunks=chunks,
+            chunks=self.record.get("chunks", 0),
             seconds=seconds,
             world_size=self.ranks.world_size,
         )

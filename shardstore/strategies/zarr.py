@@ -207,7 +207,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             written = plan.written(rank)
             if zarr_format == 2:
                 session.attempt.announce({array.node for array in written}, rank)
-            session.expect(written)
+            session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
             return plan
 
         if not session.agreed.exchange_layouts:
