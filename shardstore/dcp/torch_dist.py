@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -107,6 +107,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         ArgumentError: ``thread_count`` is not a positive number, or a file name cannot begin with
             ``separation_hint``.
     """
+
+    meets_to_plan: ClassVar[str] = "always"
 
     def __init__(
         self,
@@ -237,6 +239,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             return planner
 
         saving.plan(prepare)
+        if session is not None:
+            session.plans = False
         return session, saving
 
 

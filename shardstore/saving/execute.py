@@ -16,11 +16,9 @@ chunks from a device. It waits for work that the caller's stream has queued.
 from __future__ import annotations
 
 import math
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from logging import getLogger
 from typing import Any, TypeAlias
 
@@ -46,7 +44,6 @@ Take: TypeAlias = Callable[[Sequence[ChunkWrite]], None]
 
 ALIGNMENT = 64
 COPY_BATCH_BYTES = 4 * 1024 * 1024
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 ROUND_BYTES = 16 * 1024 * 1024
 """Largest number of bytes of a round of shared chunks; a larger chunk is a round by itself."""
 
@@ -164,21 +161,18 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
     receives: list[tuple[int, NDArray[np.uint8]]] = []
     writes: list[ChunkWrite] = []
     for chunk in chunks:
-        dtype = dtypes.numpy_dtype(chunk.array.dtype)
-        buffer: NDArray[np.uint8] | None = None
-        if chunk.owner == ranks.rank:
-            buffer = np.empty(math.prod(chunk.shape) * dtype.itemsize, np.uint8)
-            data = buffer.view(dtype).reshape(chunk.shape)
-            writes.append(ChunkWrite(chunk.array, chunk.index, data))
+        dtype, is_own = dtypes.numpy_dtype(chunk.array.dtype), chunk.owner == ranks.rank
+        merged = np.empty(math.prod(chunk.shape) if is_own else 0, dtype)
+        if is_own:
+            writes.append(ChunkWrite(chunk.array, chunk.index, merged.reshape(chunk.shape)))
         for rank, start, stop in chunk.pieces:
-            first, size = start * dtype.itemsize, (stop - start) * dtype.itemsize
-            if buffer is None:
-                if rank == ranks.rank:
-                    sends.append((chunk.owner, own(chunk, start, size)))
+            place = merged[start:stop].view(np.uint8)
+            if rank == ranks.rank and is_own:
+                place[:] = own(chunk, start, place.size)
             elif rank == ranks.rank:
-                buffer[first : first + size] = own(chunk, start, size)
-            else:
-                receives.append((rank, buffer[first : first + size]))
+                sends.append((chunk.owner, own(chunk, start, (stop - start) * dtype.itemsize)))
+            elif is_own:
+                receives.append((rank, place))
     if sends or receives:
         ranks.exchange(sends, receives)
     if failed:
@@ -192,16 +186,11 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
 class _Arena:
     """Fresh memory, page-locked if it is for a CUDA device.
 
-    If page-locking fails, the memory stays ordinary memory, and a warning is logged. It uses huge
-    pages if possible, because their first access costs less.
+    If page-locking fails, the memory stays ordinary memory, and a warning is logged.
     """
 
     def __init__(self, size: int, device: torch.device | None) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapped = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
-        with suppress(AttributeError, OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self.memory = np.empty(max(size, 1), np.uint8)  # NumPy asks the kernel for huge pages
         self.device = device
         code = 0 if device is None else page_lock(self.memory, device)
         self._locked_for = None if code else device
@@ -250,21 +239,11 @@ class HostPool:
         return _Arena(size, device)
 
     def give_back(self, arena: _Arena | None) -> None:
-        """Keep an arena for the next save."""
+        """Keep an arena for the next save, in place of the one that is kept; ``None``: no arena."""
         with self._lock:
             old, self._free = self._free, arena
         if old is not None:
             old.unlock()
-
-    def clear(self) -> None:
-        """Free the kept memory."""
-        self.give_back(None)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of memory kept for the next save."""
-        arena = self._free
-        return 0 if arena is None else len(arena.memory)
 
 
 POOL = HostPool()
@@ -426,7 +405,7 @@ def _size(item: ChunkWrite) -> int:
 
 def _copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Copy bits, because NumPy copies foreign data types element by element, under the GIL."""
-    word = _WORDS.get(target.dtype.itemsize)
-    if word is not None:
+    if target.dtype.itemsize <= np.dtype(np.uint64).itemsize:
+        word = f"u{target.dtype.itemsize}"
         target, source = target.view(word), source.view(word)
     np.copyto(target, source)

@@ -8,8 +8,8 @@ layouts of other ranks (:mod:`shardstore.sharded.layouts`).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -307,76 +307,53 @@ def _plan_flat(
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
     elements = parts_of(tensor.data, tensor.key)
-    for index, part, position in _parts_in_range(meta, box, start, stop):
+    for index in meta.grid.overlapping(box):
+        part = meta.grid.box(index).relative_to(box.offset)
+        last_offset = tuple(end - 1 for end in part.end)
+        if _position(last_offset, box.shape) < start or _position(part.offset, box.shape) >= stop:
+            continue
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.
-        before = partial(_elements_before, part, box.shape)
-        first, last = before(start), before(stop)
+        positions = _positions(part, box.shape)
+        first, last = bisect_left(positions, start), bisect_left(positions, stop)
         if first == last:
             continue
         is_whole = last - first == part.size
         shape = part.shape if is_whole else (last - first,)
-        data: Source
-        if position is not None:
-            low = position - start
-            data = elements((slice(low + first, low + last),)).reshape(shape)
-        else:
-            data = partial(_gathered, elements, part, box.shape, start, first, last, shape)
+        data: Source = partial(_gathered, elements, part, box.shape, start, first, last, shape)
+        if isinstance(positions, range):
+            low = positions[first] - start
+            data = elements((slice(low, low + last - first),)).reshape(shape)
         if is_whole:
             writes.append(ChunkWrite(meta, index, data))
             continue
-        bounds = ((r.rank, before(r.start), before(r.stop)) for r in ranges)
-        pieces = tuple(piece for piece in bounds if piece[1] < piece[2])
+        pieces = tuple(
+            (r.rank, begin, end)
+            for r in ranges
+            if (begin := bisect_left(positions, r.start)) < (end := bisect_left(positions, r.stop))
+        )
         owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
         shared = CutChunk(meta, index, part.shape, owner, pieces)
         cut.setdefault((meta.key, index), shared).local[first] = data
 
 
-def _parts_in_range(
-    meta: ArrayMeta, box: Box, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], Box, int | None]]:
-    """Yield the chunks of a shard that may overlap a flattened range of it.
-
-    Yields:
-        Index of the chunk, its box within the shard, and its start in the flattened shard, ``None``
-        if it is not contiguous there.
-    """
-    grid = meta.grid
-    indices = list(grid.overlapping(box))
-
-    def begin(index: tuple[int, ...]) -> int:
-        offset = (i * c - o for i, c, o in zip(index, grid.chunk_shape, box.offset, strict=True))
-        return _flat_position(tuple(offset), box.shape)
-
-    contiguous = _is_contiguous(grid.box(indices[0]), box.shape)
-    if contiguous:
-        # The chunks are contiguous and in order: skip those before and after the range.
-        first = bisect_right(indices, start, key=begin) - 1
-        indices = indices[first : bisect_left(indices, stop, key=begin)]
-    for index in indices:
-        part = grid.box(index).relative_to(box.offset)
-        yield index, part, _flat_position(part.offset, box.shape) if contiguous else None
-
-
-def _elements_before(part: Box, shape: Sequence[int], position: int) -> int:
-    """Return how many elements of a part of a box come before a position in the flattened box."""
-    if position >= math.prod(shape):
-        return part.size
-    before, inside, row = 0, part.size, math.prod(shape)
-    for offset, length, extent in zip(part.offset, part.shape, shape, strict=True):
-        row //= extent
-        inside //= length
-        digit, position = divmod(position, row)
-        before += min(max(digit - offset, 0), length) * inside
-        if not offset <= digit < offset + length:
-            break
-    return before
-
-
-def _is_contiguous(part: Box, shape: Sequence[int]) -> bool:
-    """Return whether a part of a box is one range of the flattened box."""
+def _positions(part: Box, shape: Sequence[int]) -> range | NDArray[np.int64]:
+    """Return the positions of a part's elements in the flattened box, ascending: a range if they
+    are contiguous there."""
     axis = next((axis for axis, length in enumerate(part.shape) if length != 1), len(shape))
-    return part.shape[axis + 1 :] == tuple(shape[axis + 1 :])
+    if part.shape[axis + 1 :] == tuple(shape[axis + 1 :]):
+        low = _position(part.offset, shape)
+        return range(low, low + part.size)
+    found = np.ravel_multi_index(np.ix_(*map(np.arange, part.offset, part.end)), tuple(shape))
+    return found.reshape(-1)
+
+
+def _position(offset: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the position of an element in a flattened box."""
+    position = 0
+    for o, n in zip(offset, shape, strict=True):
+        position = position * n + o
+    return position
 
 
 def _gathered(
@@ -389,16 +366,8 @@ def _gathered(
     shape: tuple[int, ...],
 ) -> NDArray[Any]:
     """Return elements ``first:last`` of a part with gaps, from a range that begins at ``start``."""
-    positions = np.ravel_multi_index(np.ix_(*map(np.arange, part.offset, part.end)), tuple(extents))
-    wanted = positions.reshape(-1)[first:last] - start
+    wanted = np.asarray(_positions(part, extents))[first:last] - start
     low = int(wanted[0])
     data = fetched(elements((slice(low, int(wanted[-1]) + 1),)))
     out: NDArray[Any] = data[wanted - low].reshape(shape)
     return out
-
-
-def _flat_position(offset: Sequence[int], shape: Sequence[int]) -> int:
-    position = 0
-    for o, n in zip(offset, shape, strict=True):
-        position = position * n + o
-    return position

@@ -92,8 +92,7 @@ def prepare(
     base: Location | None = None
     if options.base is not None:
         base = Location.of(options.base)
-        if not base.options:
-            base = Location.given(base, target.options)
+        base = base if base.options else Location(base.url, target.options)
     require_group("replica_group", options.replica_group)
     require_bool("async_sharded_save", in_background)
     check_state(given_state)
@@ -151,7 +150,8 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     assert part.strategies is not None  # prepare() has set them
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
-    session.plans = agreed.exchange_layouts and _meets_to_plan(sharded_strategy)
+    meets = _meets_to_plan(sharded_strategy)
+    session.plans = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
     if agreed.common and not session.ranks.is_coordinator:
         compare_common(part.compared, agreed.common, session.ranks.rank)
     tensors, objects = part.sharded, None
@@ -173,11 +173,12 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     return None
 
 
-def _meets_to_plan(strategy: object) -> bool:
-    """Return whether a strategy, or the strategy that it wraps, exchanges layouts between ranks."""
+def _meets_to_plan(strategy: object) -> str | None:
+    """Return when a strategy, or the strategy that it wraps, lets the ranks meet to plan:
+    ``"always"``, to exchange ``"layouts"``, or never."""
     while (base := getattr(strategy, "base_strategy", None)) is not None:
         strategy = base
-    return bool(getattr(strategy, "meets_to_plan", False))
+    return getattr(strategy, "meets_to_plan", None)
 
 
 def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:

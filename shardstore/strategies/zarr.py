@@ -109,7 +109,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         FormatVersionError: there is no such version, or ``array_documents=False`` with version 1.
     """
 
-    meets_to_plan: ClassVar[bool] = True
+    meets_to_plan: ClassVar[str] = "layouts"
 
     def __init__(self, backend: str, version: int, **options: Unpack[StrategyKeywords]) -> None:
         super().__init__(backend, version)

@@ -58,9 +58,10 @@ def test_memory_is_reused_and_given_back() -> None:
         places.add(staging.copies()[0].data().ctypes.data)
         staging.close()
     assert len(places) == 1
-    assert pool.kept_bytes == 4 * 4096
-    pool.clear()
-    assert pool.kept_bytes == 0
+    assert pool._free is not None
+    assert len(pool._free.memory) == 4 * 4096
+    pool.give_back(None)
+    assert pool._free is None
 
 
 @given(
