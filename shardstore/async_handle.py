@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.saving.run import prepare, run_save
@@ -97,7 +96,7 @@ def async_save(
     """
     global _latest
 
-    def prepared(ranks: Ranks) -> Part:
+    def prepared() -> Part:
         if _error is not None:
             raise _error
         for name, given, choices in (
@@ -122,7 +121,6 @@ def async_save(
                 )
             _latest.wait()
         return prepare(
-            ranks,
             sharded_state_dict,
             checkpoint_dir,
             chosen,

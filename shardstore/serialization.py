@@ -14,7 +14,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
 import torch
 
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import (
     CONTENT_METADATA_KEY,
@@ -127,14 +126,13 @@ def save(
         RanksError: another rank failed, or did not answer in time.
     """
 
-    def prepared(ranks: Ranks) -> Part:
+    def prepared() -> Part:
         if async_strategy not in (None, "mcore", "nvrx"):
             raise ArgumentError(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
             )
         require_bool("verify_integrity", verify_integrity)
         return prepare(
-            ranks,
             sharded_state_dict,
             checkpoint_dir,
             options_of("save", options, validate_access_integrity=validate_access_integrity),

@@ -170,7 +170,6 @@ def array_meta(
         )
     target_chunk_bytes = options.target_chunk_bytes
     ranges = layouts.ranges.get(tensor.key)
-    flat = ranges is not None
     if ranges:
         most = max(len(r) for r in ranges.values())
         share = math.prod(edges) * size // max(1, CHUNKS_PER_RANGE * most)
@@ -178,7 +177,7 @@ def array_meta(
     return ArrayMeta(
         tensor.key,
         node_name(tensor.key),
-        plan_grid(shape, edges, size, target_chunk_bytes, leading_only=flat),
+        plan_grid(shape, edges, size, target_chunk_bytes, leading_only=ranges is not None),
         name,
         codecs=(CRC32C,) if options.compression is None else (options.compression, CRC32C),
         separator=SEPARATOR,

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from shardstore.dict_utils import extract_matching_values, nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import require_group
+from shardstore.distributed.groups import group_rank, group_size, require_group
 from shardstore.dtensor.adoption import adopt_for_save
 from shardstore.dtensor.layout import apply_claims
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
@@ -38,7 +38,7 @@ from shardstore.validation import comparable, compare_common, validate_sharded_o
 
 
 def run_save(
-    place: str | Path, prepared: Callable[[Ranks], Part], *, verify_integrity: bool = False
+    place: str | Path, prepared: Callable[[], Part], *, verify_integrity: bool = False
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
@@ -51,9 +51,8 @@ def run_save(
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
     """
-    ranks = Ranks.current()
     with collector_paused():
-        session, part = SaveSession.begin(ranks, place, lambda: prepared(ranks))
+        session, part = SaveSession.begin(Ranks.current(), place, prepared)
         request = session.run(part, lambda session: _write(session, part))
     if verify_integrity:
         what = f"writing {INTEGRITY_NAME} of {session.target.url}"
@@ -67,7 +66,6 @@ def run_save(
 
 
 def prepare(
-    ranks: Ranks,
     given_state: ShardedStateDict,
     checkpoint_dir: str | Path,
     options: SaveOptions,
@@ -120,7 +118,7 @@ def prepare(
         common[CONTENT_METADATA_KEY] = content_metadata
         attributes[CONTENT_METADATA_KEY] = _attributes(content_metadata)
     if (key := common_strategy.object_key) is not None:
-        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=ranks.rank)
+        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=group_rank(None))
     part = Part(
         target=target,
         options=options,
@@ -140,7 +138,7 @@ def prepare(
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
         part.copies = copies_of(nested_values(state_dict), objects=noted)
-        if ranks.world_size > 1:
+        if group_size(None) > 1:
             part.compared = comparable(common, preprocess)
     return part
 
