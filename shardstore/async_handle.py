@@ -99,12 +99,10 @@ def async_save(
     def prepared() -> Part:
         if _error is not None:
             raise _error
-        for name, given, choices in (
-            ("when_busy", when_busy, ("wait", "refuse")),
-            ("at_exit", at_exit, ("wait", "abort")),
-        ):
-            if given not in choices:
-                raise ArgumentError(f"{name}={given!r} must be {' or '.join(map(repr, choices))}")
+        if when_busy not in ("wait", "refuse"):
+            raise ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
+        if at_exit not in ("wait", "abort"):
+            raise ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
         require_bool("verify_integrity", verify_integrity)
         chosen = options_of(
             "async_save",

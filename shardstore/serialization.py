@@ -298,9 +298,9 @@ def _parts(
     tensors = load_tensors_metadata(place)
     if keys is None and region is None:
         return tensors, None
-    chosen = list(tensors if keys is None else keys)
-    if isinstance(region, Mapping) and keys is None:
-        chosen = list(region)
+    if keys is None:
+        keys = region if isinstance(region, Mapping) else tensors
+    chosen = list(keys)
     return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
 

@@ -192,13 +192,12 @@ class Channel:
     def post(self, outcome: bytes) -> bytes:
         """Put the outcome of the last step on this channel into the store. Return the one that
         stands: the first."""
-        if self._outcome is None:
-            # As text, because some stores end a value at a zero byte.
-            first = attempt(lambda: self._store.compare_set("outcome", "", outcome.hex()))
-            if isinstance(first, RuntimeError):  # the store is gone; other ranks notice it too
-                return outcome
-            self._outcome = bytes.fromhex(first.decode())
-        return self._outcome
+        with suppress(RuntimeError):  # the store is gone; other ranks notice it too
+            if self._outcome is None:
+                # As text, because some stores end a value at a zero byte.
+                first = self._store.compare_set("outcome", "", outcome.hex())
+                self._outcome = bytes.fromhex(first.decode())
+        return self._outcome or outcome
 
     def posted(self, wait_s: float = 0) -> bytes | None:
         """Return the posted outcome. Wait up to ``wait_s`` seconds for it, then return ``None``."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from shardstore.saving.execute import Staging
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _open: dict[str, SaveSession] = {}
 """URL that is written to -> session. Global, because strategies are called with a place only."""
@@ -284,18 +286,23 @@ class SaveSession:
         request.add_finalize_fn(partial(self.finish, part.about))
         return request
 
-    def exchanged_layouts(self, tensors: Sequence[ShardedTensor]) -> Layouts:
-        """Return the layouts of irregular and flattened tensors of all ranks. If there are any,
-        every rank calls it and waits for all others.
+    def planned(self, tensors: Sequence[ShardedTensor], plan: Callable[[Layouts], T]) -> T:
+        """Plan with the layouts of irregular and flattened tensors of all ranks. If there are any,
+        every rank calls it and waits for all others twice.
+
+        Args:
+            tensors: the tensors of this rank.
+            plan: makes this rank's plan.
 
         Raises:
             AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
-            CheckpointingException: this rank's earlier error.
+            CheckpointingException: this rank's earlier error, or the error of ``plan``; on every
+                rank if there are such tensors.
         """
         if not self.agreed.exchange_layouts:
             if self.failure is not None:
                 raise self.failure
-            return Layouts()
+            return plan(Layouts())
         with self.timed("exchange"):
             answer = self.ranks.together(
                 local_layouts(tensors, self.ranks.rank),
@@ -303,8 +310,10 @@ class SaveSession:
                 error=self.failure,
                 decide=lambda reports: pickle.dumps(merge_layouts(reports)),
             )
-        layouts: Layouts = pickle.loads(answer)
-        return layouts
+        # Before pieces are sent, so that no rank waits for one that could not plan.
+        result, _ = self.ranks.step(self.planning, lambda: plan(pickle.loads(answer)))
+        self.plans = False
+        return result
 
     @cached_property
     def mover(self) -> Writer:

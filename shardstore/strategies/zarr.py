@@ -188,9 +188,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         session.options = options = session.options.of_strategy(self.options)
         session.zarr_format = zarr_format = 2 if self.version == V2_LAYOUT else 3
         session.manifest.array_documents = options.array_documents
-        layouts = session.exchanged_layouts(tensors)
 
-        def planned() -> WritePlan:
+        def planned(layouts: Layouts) -> WritePlan:
             if zarr_format == 2:
                 _check_v2(options)
             with session.timed("plan"):
@@ -210,12 +209,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
             return plan
 
-        if not session.agreed.exchange_layouts:
-            return planned()
-        # Before pieces are sent, so that no rank waits for one that could not plan.
-        plan, _ = session.ranks.step(session.planning, planned)
-        session.plans = False
-        return plan
+        return session.planned(tensors, planned)
 
 
 def _check_v2(options: SaveOptions) -> None:
