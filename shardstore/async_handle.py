@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, thread  # noqa: F401 (registers an exit function)
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -123,8 +123,7 @@ def async_save(
             checkpoint_dir,
             chosen,
             save_strategies(sharded_strategy, common_strategy),
-            in_background=True,
-            later=RANKS_PURPOSE,
+            background=RANKS_PURPOSE,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
         )
@@ -287,7 +286,6 @@ def _tell_latest() -> None:
 os.register_at_fork(after_in_child=_leave_latest)
 atexit.register(_tell_latest)  # runs after _end_latest, because the last registered runs first
 atexit.register(_end_latest)
-# Exit functions run newest first, so concurrent.futures must be imported before this.
-assert issubclass(ThreadPoolExecutor, Executor)
+# Exit functions run newest first, so that of executors must be registered before this.
 with suppress(AttributeError, RuntimeError):  # the function is private
     threading._register_atexit(_end_latest)  # type: ignore[attr-defined]

@@ -132,12 +132,13 @@ def save(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
             )
         require_bool("verify_integrity", verify_integrity)
+        require_bool("async_sharded_save", async_sharded_save)
         return prepare(
             sharded_state_dict,
             checkpoint_dir,
             options_of("save", options, validate_access_integrity=validate_access_integrity),
             save_strategies(sharded_strategy, common_strategy),
-            in_background=async_sharded_save,
+            background="" if async_sharded_save else None,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
         )

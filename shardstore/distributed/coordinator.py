@@ -321,7 +321,7 @@ class Ranks:
             if verdict.status == _BROKEN:
                 verdict = Message(_BROKEN, channel.post(verdict.body))
         else:
-            verdict = self._ask(above, answer, Message(_OK, told.to_bytes(merge)), what)
+            verdict = self._ask(channel, above, answer, told.to_bytes(merge), what)
         begun = [(rank, channel.begin(rank, verdict)) for rank in below]
         sent = {r: attempt(partial(channel.sent, works, self._patience_s)) for r, works in begun}
         if lost := [f"{rank} ({_first_line(error)})" for rank, error in sent.items() if error]:
@@ -333,12 +333,10 @@ class Ranks:
         channel.is_broken |= verdict.status == _BROKEN
         return verdict
 
-    def _ask(self, above: int, answer: Asked, told: Message, what: str) -> Message:
+    def _ask(self, channel: Channel, above: int, answer: Asked, told: bytes, what: str) -> Message:
         """Report to the rank above, and wait for the coordinator's answer."""
-        channel = self._channel
-        assert channel is not None
         try:
-            channel.sent(channel.begin(above, told), self._patience_s)
+            channel.sent(channel.begin(above, Message(_OK, told)), self._patience_s)
             return channel.receive(above, answer, self._patience_s)
         except RuntimeError as problem:
             posted = channel.posted(GRACE_S)

@@ -55,7 +55,7 @@ def write_chunks(session: SaveSession, plan: WritePlan) -> None:
     other chunks, which may take longer on some ranks. A rank writes the documents of the arrays
     that it creates after its chunks, because other programs could open them.
     """
-    _exchange(session, plan.cut, session.write)
+    _exchange(session, plan.cut, session.write, ROUND_BYTES)
     # The largest first, so that threads end at about the same time.
     session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
     session.write_documents(plan.created)
@@ -70,10 +70,8 @@ def stage_chunks(session: SaveSession, plan: WritePlan) -> AsyncRequest:
     options = session.options
     budget, brought = options.staging_budget_bytes, list[ChunkWrite]()
     size = sum(array.chunk_bytes for array in plan.written(session.ranks.rank))
-    if budget is None or size <= budget:
-        _exchange(session, plan.cut, brought.extend)
-    else:
-        _exchange(session, plan.cut, session.write, most_bytes=min(ROUND_BYTES, budget))
+    take = brought.extend if budget is None or size <= budget else session.write
+    _exchange(session, plan.cut, take, min(ROUND_BYTES, budget or ROUND_BYTES))
     with session.timed("stage"):
         staging = session.staging = Staging(
             plan.writes,
@@ -96,12 +94,7 @@ def stage_chunks(session: SaveSession, plan: WritePlan) -> AsyncRequest:
     return AsyncRequest(write, (), [])
 
 
-def _exchange(
-    session: SaveSession,
-    cut: Sequence[CutChunk],
-    take: Take,
-    most_bytes: int = ROUND_BYTES,
-) -> None:
+def _exchange(session: SaveSession, cut: Sequence[CutChunk], take: Take, most_bytes: int) -> None:
     """Connect with the ranks that share chunks with this one, and merge the shared chunks that it
     owns, round by round.
 

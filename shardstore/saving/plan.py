@@ -229,9 +229,9 @@ def plan_writes(
         if whole is None:
             _check_place(tensor, meta, box)
         plan.arrays.append((meta, is_first(tensor)))
-        if is_shared and identity(tensor) in in_group:
-            continue  # a rank may hold a shard twice
         if is_shared:
+            if identity(tensor) in in_group:
+                continue  # a rank may hold a shard twice
             in_group[identity(tensor)] = (meta, box)
         if whole is not None or box.size:
             found.append((tensor, meta, box, whole))

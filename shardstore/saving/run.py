@@ -26,7 +26,7 @@ from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.publish import About
 from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.options import SaveOptions, require_bool
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -71,15 +71,14 @@ def prepare(
     options: SaveOptions,
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy],
     *,
-    in_background: bool = False,
-    later: str | None = None,
+    background: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
 ) -> Part:
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Args:
-        later: see :class:`Part`.
+        background: see :class:`Part`.
 
     :func:`shardstore.save` describes the other arguments.
 
@@ -92,12 +91,11 @@ def prepare(
         base = Location.of(options.base)
         base = base if base.options else Location(base.url, target.options)
     require_group("replica_group", options.replica_group)
-    require_bool("async_sharded_save", in_background)
     check_state(given_state)
     if not isinstance(content_metadata, dict | None):
         raise ArgumentError(f"content_metadata={content_metadata!r:.100} must be a dict")
     sharded_strategy, common_strategy = strategies
-    if in_background and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
+    if background is not None and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
         raise CheckpointingException(
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
             "async_sharded_save out or use another strategy"
@@ -132,8 +130,7 @@ def prepare(
         ),
         base=base,
         adopts=state_dict is not given_state,
-        in_background=in_background,
-        later=later,
+        background=background,
     )
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
@@ -165,7 +162,7 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     except Exception as problem:
         # Raised at the next step of all ranks, in the strategy or at the commit.
         session.failure = problem
-    if part.in_background:
+    if part.background is not None:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
     sharded_strategy.save(tensors, place)
     return None

@@ -73,8 +73,8 @@ class Part:
         base: a committed checkpoint whose chunks are reused.
         copies: shards of which the rank holds only copies; an error if no rank writes them.
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
-        in_background: whether the save is asynchronous.
-        later: purpose of the connections for the steps after planning; default: the same ones.
+        background: purpose of the connections for the steps of an asynchronous save after planning;
+            ``""``: the same ones; ``None``: the save is synchronous.
     """
 
     target: Location
@@ -87,8 +87,7 @@ class Part:
     base: Location | None = None
     copies: Sequence[str] = ()
     adopts: bool = False
-    in_background: bool = False
-    later: str | None = None
+    background: str | None = None
 
     @cached_property
     def tensors(self) -> list[ShardedTensor]:
@@ -221,7 +220,7 @@ class SaveSession:
             agreed: Agreement = pickle.loads(answer)
             (part,) = prepared
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-            later = ranks if part.later is None else ranks.over(part.later)
+            later = ranks.over(part.background) if part.background else ranks
             session = cls(ranks, later, part, agreed, attempt)
         except BaseException:
             for attempt in begun:
@@ -261,7 +260,7 @@ class SaveSession:
             raise
         finally:
             del _open[self.attempt.location.url]
-        if not part.in_background:
+        if part.background is None:
             self.finish(part.about)
             return None
         if self.failure is not None and self.plans and self.ranks.ended is None:

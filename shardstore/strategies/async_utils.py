@@ -182,8 +182,7 @@ class AsyncCallsQueue:
     Every rank must schedule the same requests and poll at the same points of its program.
 
     Args:
-        persistent: run all requests in sequence in one thread; otherwise each request has its own
-            thread, and several can run at the same time.
+        persistent: run one request after the other; otherwise several can run at the same time.
     """
 
     def __init__(self, persistent: bool = False) -> None:

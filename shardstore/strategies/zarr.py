@@ -177,7 +177,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             target=Location.of(place),
             options=self.options,
             sharded=state_dict,
-            in_background=carry_out is stage_chunks,
+            background="" if carry_out is stage_chunks else None,
         )
         session, _ = SaveSession.begin(Ranks.current(), place, lambda: part)
         session.plans = session.agreed.exchange_layouts

@@ -87,7 +87,7 @@ def unfinished_save(
     url: str, options: dict[str, Any], value: float = 5.0, *, version: int = 2
 ) -> SaveSession:
     """A save that wrote everything but its commit, and is never heard of again."""
-    part = Part(target=Location.of(url, **options), options=SaveOptions(), in_background=True)
+    part = Part(target=Location.of(url, **options), options=SaveOptions(), background="")
     state = {"w": tensor("layer/0.w", torch.full((20, 30), value))}
     session, _ = SaveSession.begin(Ranks(), url, lambda: part)
 
