@@ -159,13 +159,13 @@ class Ranks:
         rank: this process's global rank, 0 without a process group.
         world_size: number of ranks, 1 without a process group.
         deadline_s: seconds to wait for any other rank.
-        ended: the error of the first step of several ranks that failed. Every rank has one.
+        failed: whether a step of several ranks failed, which every rank knows.
     """
 
     rank: int = 0
     world_size: int = 1
     deadline_s: float = DEFAULT_DEADLINE_S
-    ended: BaseException | None = None
+    failed: bool = False
     _channel: Channel | None = field(default=None, repr=False)
 
     @classmethod
@@ -253,7 +253,7 @@ class Ranks:
         if error is None and status != _OK:
             error = pickle.loads(body)
         if error is not None:
-            self.ended = self.ended or error
+            self.failed = True
             raise error
         return body
 

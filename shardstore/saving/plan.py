@@ -263,20 +263,14 @@ def plan_writes(
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     shape = tensor.global_shape
     is_inside = all(end <= length for end, length in zip(box.end, shape, strict=True))
-    if not box.size or (is_inside and meta.grid.is_aligned(box)):
-        return
-    wrong = f"reaches beyond the global shape {shape}"
-    if is_inside:
-        wrong = (
+    if box.size and not (is_inside and meta.grid.is_aligned(box)):
+        raise AccessPatternError(
+            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
             f"does not match axis_fragmentations={tensor.axis_fragmentations} of global shape "
             f"{shape} (shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
-            "axis_fragmentations=None for an irregular cut"
+            "axis_fragmentations=None for an irregular cut within the global shape",
+            key=tensor.key,
         )
-    raise AccessPatternError(
-        f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
-        f"{wrong}",
-        key=tensor.key,
-    )
 
 
 # -- flattened ranges ----------------------------------------------------------------------------

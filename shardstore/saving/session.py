@@ -263,7 +263,7 @@ class SaveSession:
         if part.background is None:
             self.finish(part.about)
             return None
-        if self.failure is not None and self.plans and self.ranks.ended is None:
+        if self.failure is not None and self.plans and not self.ranks.failed:
             with suppress(Exception):  # other ranks wait for this one's plan
                 self.ranks.together(what=self.planning, error=self.failure)
         request = request or AsyncRequest(None, (), [])
@@ -391,8 +391,8 @@ class SaveSession:
             return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
 
         try:
-            if self.ranks.ended is not None:  # every rank has it
-                raise self.failure or self.ranks.ended
+            if self.failure is not None and self.ranks.failed:  # no rank begins a further step
+                raise self.failure
             what = f"committing {self.target.url}"
             _, answer = self.later.step(what, self._report, bytes, decide, join, error=self.failure)
             self.record = json.loads(answer)

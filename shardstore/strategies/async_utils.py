@@ -207,20 +207,17 @@ class AsyncCallsQueue:
             ``preload_fn``, on every rank.
         """
         request = async_request._replace(is_frozen=True, call_idx=self.call_idx + 1)
-        self.async_calls.append((request, self._start(request)))
-        self.call_idx = request.call_idx
-        return request.call_idx
-
-    def _start(self, request: AsyncRequest) -> Future[None]:
+        after = self.async_calls[-1][1] if self.persistent and self.async_calls else None
+        future: Future[None] = Future()
         try:
             args = _staged_args(request)
+            future = in_background(lambda: run(request, args), after=after)
         except Exception as error:
             # Raised here, only this rank would see it, and the others' next poll would hang.
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            return failed
-        after = self.async_calls[-1][1] if self.persistent and self.async_calls else None
-        return in_background(lambda: run(request, args), after=after)
+            future.set_exception(error)
+        self.async_calls.append((request, future))
+        self.call_idx = request.call_idx
+        return request.call_idx
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
