@@ -430,7 +430,16 @@ class SaveSession:
                 for rank, copies in merged.copies.items():
                     if lost := [key for key in copies if key not in written]:
                         raise replicas.without_main_replica(lost, rank)
-        _check_common(merged, self.common_keys, self.agreed.rank_with_dtensors)
+        if both := sorted({meta.key for meta in merged.arrays} & self.common_keys):
+            other = self.agreed.rank_with_dtensors
+            raise AccessPatternError(  # such a key could not be loaded
+                f"the plain tensor {both[0]!r} is common state on rank 0, whose state has no "
+                f"DTensors, and an array on rank {other}, whose state has DTensors ({len(both)} "
+                "such tensor(s)); leave it out of the state of one of the two ranks, or make it a "
+                "ShardedTensor on every rank that has it",
+                key=both[0],
+                rank=other,
+            )
         return merged
 
     def _log_commit(self) -> None:
@@ -529,23 +538,3 @@ def _check_objects(merged: Merged) -> None:
             )
     for parts in held.values():
         check_object(parts)
-
-
-def _check_common(merged: Merged, common_keys: frozenset[str], rank: int | None) -> None:
-    """Check that no key is both an array and a common value. Such a key could not be loaded.
-
-    Args:
-        merged: the merged manifests.
-        common_keys: keys of plain tensors among the coordinator's common values.
-        rank: a rank whose state has DTensors, so that its plain tensors are arrays.
-    """
-    both = sorted({meta.key for meta in merged.arrays} & common_keys)
-    if both:
-        raise AccessPatternError(
-            f"the plain tensor {both[0]!r} is common state on rank 0, whose state has no DTensors, "
-            f"and an array on rank {rank}, whose state has DTensors ({len(both)} such tensor(s)); "
-            "leave it out of the state of one of the two ranks, or make it a ShardedTensor on "
-            "every rank that has it",
-            key=both[0],
-            rank=rank,
-        )
