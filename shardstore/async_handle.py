@@ -17,21 +17,19 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, thread  # noqa: F401 (registers an exit function)
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.saving.run import prepare, run_save
 from shardstore.saving.session import Part, SaveSession
 from shardstore.serialization import save_strategies
-from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import SaveKeywords, options_of, require_bool
-from shardstore.strategies.async_utils import AsyncRequest, current_cuda_device, run
+from shardstore.strategies.async_utils import AsyncRequest, in_background, run
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
@@ -98,15 +96,13 @@ def async_save(
     """
     global _latest
 
-    def prepared(ranks: Ranks) -> Part:
+    def prepared() -> Part:
         if _error is not None:
             raise _error
-        for name, given, choices in (
-            ("when_busy", when_busy, ("wait", "refuse")),
-            ("at_exit", at_exit, ("wait", "abort")),
-        ):
-            if given not in choices:
-                raise ArgumentError(f"{name}={given!r} must be {' or '.join(map(repr, choices))}")
+        if when_busy not in ("wait", "refuse"):
+            raise ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
+        if at_exit not in ("wait", "abort"):
+            raise ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
         require_bool("verify_integrity", verify_integrity)
         chosen = options_of(
             "async_save",
@@ -123,13 +119,11 @@ def async_save(
                 )
             _latest.wait()
         return prepare(
-            ranks,
             sharded_state_dict,
             checkpoint_dir,
             chosen,
             save_strategies(sharded_strategy, common_strategy),
-            in_background=True,
-            later=RANKS_PURPOSE,
+            background=RANKS_PURPOSE,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
         )
@@ -153,28 +147,26 @@ class AsyncSave:
 
     def __init__(self, session: SaveSession, request: AsyncRequest, at_exit: str) -> None:
         self.url = session.target.url
-        self._running: tuple[SaveSession, AsyncRequest] | None = (session, request)
+        self._session: SaveSession | None = session
         self._is_seen = False
-        self._end: Future[dict[str, Any]] = Future()
-        self._device = current_cuda_device()
-        # A daemon thread, so that the exit functions run and decide whether to wait for it.
-        self._thread = threading.Thread(target=self._run, name="shardstore-save", daemon=True)
         self._aborts = at_exit == "abort"
-        self._thread.start()
+        # A daemon thread, so that the exit functions run and decide whether to wait for it.
+        self._end = in_background(partial(self._run, session, request), daemon=True)
+        self._end.add_done_callback(self._free)
 
-    def _run(self) -> None:
-        assert self._running is not None
-        session, request = self._running
-        yield_to_others()
+    def _run(self, session: SaveSession, request: AsyncRequest) -> dict[str, Any]:
         try:
-            run(request, request.async_fn_args, self._device)
+            run(request, request.async_fn_args)
             for finalize in request.finalize_fns:
                 finalize()
-            self._end.set_result(session.record)
+            return session.record
         except BaseException as error:
             logger.error("asynchronous save to %s failed: %s", self.url, error)
-            self._end.set_exception(error)
-        self._running = None  # frees memory, because a program may keep the handle
+            raise
+
+    def _free(self, _: object) -> None:
+        """Free the memory of the save, because a program may keep the handle."""
+        self._session = None
 
     def done(self) -> bool:
         """Return whether the save has ended: committed on all ranks, or failed on all ranks."""
@@ -204,8 +196,8 @@ class AsyncSave:
         Returns:
             Whether the state may be changed; also true after a failure.
         """
-        running = self._running
-        staging = None if running is None else running[0].staging
+        session = self._session
+        staging = None if session is None else session.staging
         return self.done() or staging is None or staging.wait(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -243,10 +235,10 @@ class AsyncSave:
 
     def abort(self) -> None:
         """Stop writing, so that no rank commits. A commit that has begun is not stopped."""
-        running = self._running
-        if running is not None and not self.done():
+        session = self._session
+        if session is not None and not self.done():
             self._is_seen = True
-            running[0].abort()
+            session.abort()
 
 
 def _leave_latest() -> None:
@@ -256,7 +248,7 @@ def _leave_latest() -> None:
     if save is None:
         return
     save._is_seen = True
-    if save._running is not None:
+    if save._session is not None:
         save._end = Future()  # a thread may have held the lock of the old one
         save._end.set_exception(
             SaveInProgressError(
@@ -294,7 +286,6 @@ def _tell_latest() -> None:
 os.register_at_fork(after_in_child=_leave_latest)
 atexit.register(_tell_latest)  # runs after _end_latest, because the last registered runs first
 atexit.register(_end_latest)
-# Exit functions run newest first, so concurrent.futures must be imported before this.
-assert issubclass(ThreadPoolExecutor, Executor)
+# Exit functions run newest first, so that of executors must be registered before this.
 with suppress(AttributeError, RuntimeError):  # the function is private
     threading._register_atexit(_end_latest)  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
 import torch
 
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import (
     CONTENT_METADATA_KEY,
@@ -127,19 +126,19 @@ def save(
         RanksError: another rank failed, or did not answer in time.
     """
 
-    def prepared(ranks: Ranks) -> Part:
+    def prepared() -> Part:
         if async_strategy not in (None, "mcore", "nvrx"):
             raise ArgumentError(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
             )
         require_bool("verify_integrity", verify_integrity)
+        require_bool("async_sharded_save", async_sharded_save)
         return prepare(
-            ranks,
             sharded_state_dict,
             checkpoint_dir,
             options_of("save", options, validate_access_integrity=validate_access_integrity),
             save_strategies(sharded_strategy, common_strategy),
-            in_background=async_sharded_save,
+            background="" if async_sharded_save else None,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
         )
@@ -300,9 +299,9 @@ def _parts(
     tensors = load_tensors_metadata(place)
     if keys is None and region is None:
         return tensors, None
-    chosen = list(tensors if keys is None else keys)
-    if isinstance(region, Mapping) and keys is None:
-        chosen = list(region)
+    if keys is None:
+        keys = region if isinstance(region, Mapping) else tensors
+    chosen = list(keys)
     return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
 

@@ -17,7 +17,7 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -46,10 +46,10 @@ from shardstore.mapping import (
     StateDict,
     is_main_replica,
 )
+from shardstore.saving.execute import Staging
+from shardstore.saving.plan import parts_of, require_plain
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
-from shardstore.saving.sources import TensorSource, require_plain
-from shardstore.saving.staging import Staging
 from shardstore.sharded.coverage import check_reports, report_shards
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -102,6 +102,8 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         ArgumentError: ``thread_count`` is not a positive number, or a file name cannot begin with
             ``separation_hint``.
     """
+
+    meets_to_plan: ClassVar[str] = "always"
 
     def __init__(
         self,
@@ -242,6 +244,8 @@ class _FilesSave:
             return pickle.dumps([_indexes(own) - _indexes(kept) for own, kept in both])
 
         plan, answer = ranks.step(f"planning the save to {self._url}", local, pickle.dumps, decide)
+        if session is not None:
+            session.plans = False
         of_others = pickle.loads(answer)[ranks.rank]
         self._items = [item for item in plan.items if item.index not in of_others]
 
@@ -275,13 +279,14 @@ class _FilesSave:
                 shape = tuple(data.shape)
                 grid = Grid(shape, tuple(max(1, n) for n in shape))
                 array = ArrayMeta(index.fqn, "", grid, dtypes.zarr_name(data.dtype))
-                source = TensorSource(data, index.fqn).part()
+                source = parts_of(data, index.fqn)(())
                 chunks[index] = ChunkWrite(array, (0,) * len(shape), source)
         self._staged = list(chunks)
-        self._staging = Staging(list(chunks.values()), threads=self._threads)
+        self._staging = Staging(
+            list(chunks.values()), overlap=self._options.overlap_staging, threads=self._threads
+        )
         if self.session is not None:
             self.session.staging = self._staging
-        self._staging.start(overlap=self._options.overlap_staging)
 
     def write(self) -> None:
         """Write this rank's files, from the copy if there is one. It waits for no other rank.
@@ -366,7 +371,7 @@ class _FilesSave:
 
         session = self.session
         # An asynchronous save has other connections between the ranks than the plan had.
-        ranks = self._ranks if session is None else session.ranks
+        ranks = self._ranks if session is None else session.later
         error = self.failure if session is None else session.failure
         report = lambda _: pickle.dumps(self._written)  # noqa: E731
         ranks.step(f"saving to {self._url}", work, report, decide, error=error)

@@ -25,19 +25,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
-from shardstore.distributed.groups import gathered, global_rank, group_rank, group_size, has_ranks
+from shardstore.distributed.groups import (
+    described,
+    gathered,
+    global_rank,
+    group_rank,
+    group_size,
+    has_ranks,
+    listed,
+)
 from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt, connect_s
 from shardstore.errors import CheckpointingException, RanksError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +107,11 @@ class _Told:
 
     reports: list[bytes] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
-    causes: list[BaseException] = field(default_factory=list)
     broken: bool = False
 
     def add(self, other: _Told) -> None:
         self.reports += other.reports
         self.failures |= other.failures
-        self.causes += other.causes
         self.broken |= other.broken
 
     def to_bytes(self, merge: Merge | None) -> bytes:
@@ -156,11 +159,13 @@ class Ranks:
         rank: this process's global rank, 0 without a process group.
         world_size: number of ranks, 1 without a process group.
         deadline_s: seconds to wait for any other rank.
+        failed: whether a step of several ranks failed, which every rank knows.
     """
 
     rank: int = 0
     world_size: int = 1
     deadline_s: float = DEFAULT_DEADLINE_S
+    failed: bool = False
     _channel: Channel | None = field(default=None, repr=False)
 
     @classmethod
@@ -174,7 +179,7 @@ class Ranks:
         deadline_s = deadline_from_environment()
         if not has_ranks() or dist.get_world_size() == 1:
             return cls(deadline_s=deadline_s)
-        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel(purpose))
+        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel=_channel(purpose))
 
     def over(self, purpose: str) -> Ranks:
         """Return the same ranks over the connections of another purpose.
@@ -243,15 +248,13 @@ class Ranks:
             if error is not None:
                 raise error
             return decide([report]) or b""
-        told = _Told([report])
-        if error is not None:
-            shown = _portable(error)
-            told = _Told([], {self.rank: _describe(error)}, [] if shown is None else [shown])
+        told = _Told([report], {} if error is None else {self.rank: described(error)})
         status, body = self._meet(told, what, merge, decide)
+        if error is None and status != _OK:
+            error = pickle.loads(body)
         if error is not None:
+            self.failed = True
             raise error
-        if status != _OK:
-            raise pickle.loads(body)
         return body
 
     def step(
@@ -296,10 +299,10 @@ class Ranks:
         channel = self._channel
         assert channel is not None
         above, below = neighbours(self.rank, self.world_size)
-        if not channel.is_connected and (late := channel.posted()):
-            channel.is_broken = True
-            return Message(_BROKEN, late)
         if not channel.is_connected:
+            if late := channel.posted():
+                channel.is_broken = True
+                return Message(_BROKEN, late)
             self._connect_tree(channel, what)
         answer = None if above is None else channel.ask(above)
         until = monotonic() + self.deadline_s
@@ -318,7 +321,7 @@ class Ranks:
             if verdict.status == _BROKEN:
                 verdict = Message(_BROKEN, channel.post(verdict.body))
         else:
-            verdict = self._ask(above, answer, Message(_OK, told.to_bytes(merge)), what)
+            verdict = self._ask(channel, above, answer, told.to_bytes(merge), what)
         begun = [(rank, channel.begin(rank, verdict)) for rank in below]
         sent = {r: attempt(partial(channel.sent, works, self._patience_s)) for r, works in begun}
         if lost := [f"{rank} ({_first_line(error)})" for rank, error in sent.items() if error]:
@@ -330,12 +333,10 @@ class Ranks:
         channel.is_broken |= verdict.status == _BROKEN
         return verdict
 
-    def _ask(self, above: int, answer: Asked, told: Message, what: str) -> Message:
+    def _ask(self, channel: Channel, above: int, answer: Asked, told: bytes, what: str) -> Message:
         """Report to the rank above, and wait for the coordinator's answer."""
-        channel = self._channel
-        assert channel is not None
         try:
-            channel.sent(channel.begin(above, told), self._patience_s)
+            channel.sent(channel.begin(above, Message(_OK, told)), self._patience_s)
             return channel.receive(above, answer, self._patience_s)
         except RuntimeError as problem:
             posted = channel.posted(GRACE_S)
@@ -365,13 +366,13 @@ class Ranks:
         missing = attempt(partial(channel.gather, self._connect_s))
         if missing and not isinstance(missing, RuntimeError):
             problem = RuntimeError(f"it did not come within {self._connect_s:g} s")
-            channel.post(pickle.dumps(_failure(what, _no_answer(missing, problem), [])))
+            channel.post(pickle.dumps(_failure(what, _no_answer(missing, problem))))
         begun = monotonic()
         # Those below first: all leaders connect with their blocks at the same time.
         for rank in [*below, *([] if above is None else [above])]:
             until = begun + connect_s(_height(rank, self.world_size))
             if lost := channel.link(rank, until):
-                channel.post(pickle.dumps(_failure(what, _no_answer([rank], lost), [])))
+                channel.post(pickle.dumps(_failure(what, _no_answer([rank], lost))))
 
     def connect(self, ranks: Collection[int]) -> None:
         """Connect with other ranks for :meth:`exchange`. They call it too, after a
@@ -410,17 +411,11 @@ class Ranks:
         channel = self._channel
         assert channel is not None
         # Continue after a rank is lost, because the other ranks wait for pieces of this one.
-        begun = [
-            (rank, channel.begin_piece(rank, torch.from_numpy(buffer), receive=True))
-            for rank, buffer in receives
-        ]
-        for rank, piece in sends:
-            data = torch.from_numpy(np.require(piece, requirements="W"))
-            begun.append((rank, channel.begin_piece(rank, data, receive=False)))
+        begun = [(rank, channel.begin_piece(rank, data, receive=True)) for rank, data in receives]
+        begun += [(rank, channel.begin_piece(rank, data, receive=False)) for rank, data in sends]
         lost: dict[int, RuntimeError] = {}
         for rank, work in begun:
-            problem = attempt(partial(channel.sent, work, self.deadline_s))
-            if problem is not None:
+            if problem := attempt(partial(channel.sent, work, self.deadline_s)):
                 lost.setdefault(rank, problem)
         for rank, problem in lost.items():
             channel.is_broken = True
@@ -459,13 +454,20 @@ class GroupRanks(Ranks):
 def _verdict(told: _Told, what: str, decide: Decide) -> Message:
     """Return the coordinator's answer to the reports and failures of all ranks."""
     if told.failures:
-        error: BaseException = _failure(what, told.failures, told.causes)
+        error: CheckpointingException = _failure(what, told.failures)
         return Message(_BROKEN if told.broken else _ERROR, pickle.dumps(error))
     try:
         return Message(_OK, decide(told.reports) or b"")
     except Exception as problem:
-        error = _portable(problem) or CheckpointingException(_describe(problem))
-        return Message(_ERROR, pickle.dumps(error))
+        try:
+            body = pickle.dumps(problem)
+            is_portable = isinstance(pickle.loads(body), CheckpointingException)
+        except Exception:  # pickling an attribute of the error may raise any exception
+            is_portable = False
+        return Message(
+            _ERROR,
+            body if is_portable else pickle.dumps(CheckpointingException(described(problem))),
+        )
 
 
 def _no_answer(ranks: Sequence[int], problem: RuntimeError) -> dict[int, str]:
@@ -477,30 +479,7 @@ def _first_line(error: BaseException) -> str:
     return text[0][:200]
 
 
-def _describe(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    return text if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {text}"
-
-
-def _portable(error: BaseException) -> CheckpointingException | None:
-    """Return the error if other ranks can unpickle it, else ``None``."""
-    if not isinstance(error, CheckpointingException):
-        return None
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # pickling an attribute of the error may raise any exception
-        return None
-    return error
-
-
-def _failure(
-    what: str, failures: dict[int, str], causes: Sequence[BaseException]
-) -> CheckpointingException:
-    """Return one error for all ranks: the ranks' own error if all failed with the same one, else a
-    :class:`RanksError` that lists them."""
-    texts = set(failures.values())
-    if len(texts) == 1 and len(causes) == len(failures) and len(failures) > 1:
-        return _portable(causes[0]) or CheckpointingException(_describe(causes[0]))
-    lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-    shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-    return RanksError(f"{what} failed on {len(failures)} rank(s): {shown}", failures=failures)
+def _failure(what: str, failures: dict[int, str]) -> RanksError:
+    return RanksError(
+        f"{what} failed on {len(failures)} rank(s): {listed(failures)}", failures=failures
+    )

@@ -5,13 +5,13 @@ Without a process group, the functions act as for one rank. Messages use the giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
-from shardstore.errors import ArgumentError, RanksError
+from shardstore.errors import ArgumentError, CheckpointingException, RanksError
 
 T = TypeVar("T")
 
@@ -40,13 +40,27 @@ def raise_together(group: Group, what: str) -> Iterator[None]:
     except Exception as problem:
         error = problem
     if any_rank(error is not None, group):
-        texts = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
-        failures = {global_rank(group, r): t for r, t in enumerate(texts) if t is not None}
-        if error is None:
-            listed = "; ".join(f"rank {r}: {t}" for r, t in sorted(failures.items()))
-            raise RanksError(f"{what} failed on {listed}", failures=failures)
-    if error is not None:
-        raise error
+        failures = failures_on(error, group)
+        raise error or RanksError(f"{what} failed on {listed(failures)}", failures=failures)
+
+
+def failures_on(error: BaseException | None, group: Group = None) -> dict[int, str]:
+    """Return the texts of the errors of a group's ranks, by the global numbers of the ranks that
+    have one. Every rank of the group calls it and waits for all."""
+    texts = gathered(None if error is None else described(error), group)
+    return {global_rank(group, r): text for r, text in enumerate(texts) if text is not None}
+
+
+def described(error: BaseException) -> str:
+    """Return the text of an error for other ranks."""
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {text}"
+
+
+def listed(failures: Mapping[int, str]) -> str:
+    """Return the failures of ranks as one text; it names at most eight."""
+    lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+    return "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
@@ -104,10 +118,9 @@ def require_group(name: str, group: object) -> None:
     if torch.distributed.is_available():
         from torch.distributed.distributed_c10d import GroupMember
 
-        outside = GroupMember.NON_GROUP_MEMBER
-        if isinstance(group, torch.distributed.ProcessGroup) or group is outside:
-            return
-        if type(outside) is type(group) and outside == group:
+        outside: object = GroupMember.NON_GROUP_MEMBER  # a number
+        is_outside = type(group) is type(outside) and group == outside
+        if is_outside or isinstance(group, torch.distributed.ProcessGroup):
             return
     raise ArgumentError(
         f"{name}={group!r:.200} must be a process group, as torch.distributed.new_group() and "

@@ -19,8 +19,10 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -41,6 +43,8 @@ that no rank waits for must not arrive as a report."""
 
 Begun: TypeAlias = "list[dist.Work] | RuntimeError"
 """Operations in progress with a rank, or the error that prevented them."""
+Asked: TypeAlias = "tuple[torch.Tensor, Begun]"
+"""A receive buffer, and the operation that fills it."""
 
 
 class Message(NamedTuple):
@@ -53,13 +57,6 @@ class Message(NamedTuple):
 
     status: int
     body: bytes
-
-
-class Asked(NamedTuple):
-    """A receive buffer, with the operation that fills it or the error that prevented it."""
-
-    buffer: torch.Tensor
-    work: dist.Work | RuntimeError
 
 
 def attempt(step: Callable[[], T]) -> T | RuntimeError:
@@ -147,20 +144,12 @@ class Channel:
 
         Args:
             ranks: the other ranks. Existing connections stay.
-            wait_s: seconds to wait for each rank to call it.
+            wait_s: seconds to wait for all of them to call it.
         """
-        new = sorted(set(ranks) - self._links.keys() - self._lost.keys())
-        if not new:
-            return
-        missing = set(new)
-        with suppress(RuntimeError):  # the store is gone
-            self._store.set(f"connects/{self.rank}", "")
-            here = [f"connects/{rank}" for rank in new]
-            late = attempt(lambda: self._store.wait(here, timedelta(seconds=wait_s)))
-            missing = {r for r in new if late and not self._store.check([f"connects/{r}"])}
-        until = monotonic() + wait_s + connect_s(1)  # a rank may wait for others that did not come
-        for rank in new:  # all ranks connect in one order, so that none blocks another
-            self.link(rank, 0 if rank in missing else until)
+        until = monotonic() + wait_s
+        # All ranks connect in one order, so that none blocks another.
+        for rank in sorted(set(ranks) - self._links.keys() - self._lost.keys()):
+            self.link(rank, until)
 
     def link(self, rank: int, until: float) -> RuntimeError | None:
         """Connect with a rank that calls it with this rank.
@@ -203,13 +192,12 @@ class Channel:
     def post(self, outcome: bytes) -> bytes:
         """Put the outcome of the last step on this channel into the store. Return the one that
         stands: the first."""
-        if self._outcome is None:
-            # As text, because some stores end a value at a zero byte.
-            first = attempt(lambda: self._store.compare_set("outcome", "", outcome.hex()))
-            if isinstance(first, RuntimeError):  # the store is gone; other ranks notice it too
-                return outcome
-            self._outcome = bytes.fromhex(first.decode())
-        return self._outcome
+        with suppress(RuntimeError):  # the store is gone; other ranks notice it too
+            if self._outcome is None:
+                # As text, because some stores end a value at a zero byte.
+                first = self._store.compare_set("outcome", "", outcome.hex())
+                self._outcome = bytes.fromhex(first.decode())
+        return self._outcome or outcome
 
     def posted(self, wait_s: float = 0) -> bytes | None:
         """Return the posted outcome. Wait up to ``wait_s`` seconds for it, then return ``None``."""
@@ -228,13 +216,12 @@ class Channel:
         inline = len(body) <= _INLINE_BYTES
         head = bytearray(_HEAD.pack(status, len(body)) + (body if inline else b""))
         pieces = [head.ljust(_HEAD_BYTES, b"\0")] + ([] if inline else [bytearray(body)])
-        tensors = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces]
-        return attempt(lambda: [self._send(rank, tensor, _REPORTS) for tensor in tensors])
+        return self._move(rank, [torch.frombuffer(p, dtype=torch.uint8) for p in pieces], _REPORTS)
 
-    def begin_piece(self, rank: int, piece: torch.Tensor, *, receive: bool) -> Begun:
-        """Begin to send or receive a tensor whose size both sides know."""
-        move = self._receive if receive else self._send
-        return attempt(lambda: [move(rank, piece, _PIECES)])
+    def begin_piece(self, rank: int, piece: NDArray[np.uint8], *, receive: bool) -> Begun:
+        """Begin to send bytes, or to receive them in place. Both sides know their number."""
+        data = torch.from_numpy(np.require(piece, requirements="W"))
+        return self._move(rank, [data], _PIECES, receive=receive)
 
     def sent(self, begun: Begun, wait_s: float) -> None:
         """Wait until operations complete. The other rank may post its buffer late.
@@ -245,37 +232,30 @@ class Channel:
         if isinstance(begun, RuntimeError):
             raise begun
         for work in begun:
-            work.wait(timedelta(seconds=wait_s))
+            work.wait(timedelta(seconds=max(wait_s, 0.001)))  # 0 means the group's timeout
 
     def ask(self, rank: int, size: int = _HEAD_BYTES) -> Asked:
         """Post a buffer for the next message of a rank. :meth:`receive` raises its error."""
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # not torch's default device
-        return Asked(buffer, attempt(lambda: self._receive(rank, buffer, _REPORTS)))
+        return buffer, self._move(rank, [buffer], _REPORTS, receive=True)
 
     def receive(self, rank: int, asked: Asked, wait_s: float) -> Message:
         """Wait for the message of a posted buffer."""
-        data = _arrived(asked, wait_s)
+        data = self._arrived(asked, wait_s)
         status, size = _HEAD.unpack_from(data)
         if size <= _INLINE_BYTES:
             return Message(status, data[_HEAD.size : _HEAD.size + size])
-        return Message(status, _arrived(self.ask(rank, size), max(wait_s, GRACE_S)))
+        return Message(status, self._arrived(self.ask(rank, size), max(wait_s, GRACE_S)))
 
-    def _send(self, rank: int, data: torch.Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._to(rank).send([data], int(rank > self.rank), tag)
-        return work
+    def _arrived(self, asked: Asked, wait_s: float) -> bytes:
+        self.sent(asked[1], wait_s)
+        return asked[0].numpy().tobytes()
 
-    def _receive(self, rank: int, buffer: torch.Tensor, tag: int) -> dist.Work:
-        work: dist.Work = self._to(rank).recv([buffer], int(rank > self.rank), tag)
-        return work
-
-    def _to(self, rank: int) -> Any:
+    def _move(
+        self, rank: int, pieces: list[torch.Tensor], tag: int, *, receive: bool = False
+    ) -> Begun:
         if rank in self._lost:
-            raise self._lost[rank]
-        return self._links[rank]
-
-
-def _arrived(asked: Asked, wait_s: float) -> bytes:
-    if isinstance(asked.work, RuntimeError):
-        raise asked.work
-    asked.work.wait(timedelta(seconds=max(wait_s, 0.001)))  # 0 means the group's timeout
-    return asked.buffer.numpy().tobytes()
+            return self._lost[rank]
+        link = self._links[rank]
+        move = link.recv if receive else link.send
+        return attempt(lambda: [move([piece], int(rank > self.rank), tag) for piece in pieces])

@@ -17,7 +17,6 @@ from typing import Any, Literal, Unpack
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.manager.restore import Restored, restore_step
 from shardstore.manager.steps import (
@@ -223,11 +222,10 @@ class CheckpointManager:
         strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
         preprocess = given.pop("preprocess_common_before_consistancy_check", None)
 
-        def prepared(ranks: Ranks) -> Part:
+        def prepared() -> Part:
             if error is not None:
                 raise error
             return prepare(
-                ranks,
                 state,
                 place.place,
                 options_of("save", settings, validate_access_integrity=validate),

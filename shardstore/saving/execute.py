@@ -1,47 +1,67 @@
-"""Execute a plan on one rank: write documents and chunks, and exchange pieces of chunks.
+"""Execute a plan on one rank: write documents and chunks, exchange pieces of chunks, and copy the
+state.
 
 A synchronous save writes the state itself. An asynchronous save writes a copy in the background.
 The background writes communicate with no rank: pieces are exchanged in the caller's thread, and the
 manifest is sent after the writes. All ranks exchange pieces in the same order, even after an error
 on one of them.
+
+Chunks are copied to host memory, which is reused from save to save. The state may be changed once
+every chunk has been copied. If the budget has room for all chunks, they are all copied first, at
+full speed, and written afterwards. Otherwise they are copied in rounds, each round is written to
+make room for the next one, and the last round is written afterwards. A separate CUDA stream copies
+chunks from a device. It waits for work that the caller's stream has queued.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from logging import getLogger
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
-from shardstore.saving.session import Created, SaveSession
-from shardstore.saving.sources import CutChunk, WritePlan, fetched
-from shardstore.saving.staging import Staging
+from shardstore.errors import StorageError
+from shardstore.saving.plan import CutChunk, DevicePart, WritePlan, fetched
+from shardstore.saving.session import SaveSession
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.parallel import in_rounds
+from shardstore.storage.movers.device import DeviceCopies, page_lock, page_unlock
+from shardstore.storage.movers.parallel import default_threads, in_rounds, run_batched
 from shardstore.strategies.async_utils import AsyncRequest
 
+logger = getLogger(__name__)
+
+Take: TypeAlias = Callable[[Sequence[ChunkWrite]], None]
+"""Writes chunks, or keeps them."""
+
+ALIGNMENT = 64
+COPY_BATCH_BYTES = 4 * 1024 * 1024
 ROUND_BYTES = 16 * 1024 * 1024
 """Largest number of bytes of a round of shared chunks; a larger chunk is a round by itself."""
 
 
-def write_chunks(session: SaveSession, plan: WritePlan, created: Created) -> None:
+def write_chunks(session: SaveSession, plan: WritePlan) -> None:
     """Create the arrays, write this rank's chunks, and merge and write shared chunks.
 
     Every rank calls it. Ranks that share chunks wait for each other's pieces, before they write
     other chunks, which may take longer on some ranks. A rank writes the documents of the arrays
     that it creates after its chunks, because other programs could open them.
     """
-    _exchange(session, plan.cut, session.write)
+    _exchange(session, plan.cut, session.write, ROUND_BYTES)
     # The largest first, so that threads end at about the same time.
     session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
-    session.write_documents(created)
+    session.write_documents(plan.created)
 
 
-def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> AsyncRequest:
+def stage_chunks(session: SaveSession, plan: WritePlan) -> AsyncRequest:
     """Copy the chunks that this rank writes, and return a request that writes the copy.
 
     Every rank calls it. Pieces of shared chunks are exchanged in this call. Chunks for which the
@@ -50,15 +70,18 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
     options = session.options
     budget, brought = options.staging_budget_bytes, list[ChunkWrite]()
     size = sum(array.chunk_bytes for array in plan.written(session.ranks.rank))
-    if budget is None or size <= budget:
-        _exchange(session, plan.cut, brought.extend)
-    else:
-        _exchange(session, plan.cut, session.write, most_bytes=min(ROUND_BYTES, budget))
-    staging = Staging(plan.writes, budget_bytes=budget, threads=options.threads)
-    plan.writes.clear()  # they refer to the caller's memory
-    session.staging = staging
+    take = brought.extend if budget is None or size <= budget else session.write
+    _exchange(session, plan.cut, take, min(ROUND_BYTES, budget or ROUND_BYTES))
     with session.timed("stage"):
-        staging.start(session.write, overlap=options.overlap_staging)
+        staging = session.staging = Staging(
+            plan.writes,
+            session.write,
+            overlap=options.overlap_staging,
+            budget_bytes=budget,
+            threads=options.threads,
+        )
+    created = plan.created  # not the plan, which refers to the caller's memory
+    plan.writes.clear()
 
     def write() -> None:
         try:
@@ -71,12 +94,7 @@ def stage_chunks(session: SaveSession, plan: WritePlan, created: Created) -> Asy
     return AsyncRequest(write, (), [])
 
 
-def _exchange(
-    session: SaveSession,
-    cut: Sequence[CutChunk],
-    take: Callable[[Sequence[ChunkWrite]], None],
-    most_bytes: int = ROUND_BYTES,
-) -> None:
+def _exchange(session: SaveSession, cut: Sequence[CutChunk], take: Take, most_bytes: int) -> None:
     """Connect with the ranks that share chunks with this one, and merge the shared chunks that it
     owns, round by round.
 
@@ -136,23 +154,251 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
     receives: list[tuple[int, NDArray[np.uint8]]] = []
     writes: list[ChunkWrite] = []
     for chunk in chunks:
-        dtype = dtypes.numpy_dtype(chunk.array.dtype)
-        buffer: NDArray[np.uint8] | None = None
-        if chunk.owner == ranks.rank:
-            buffer = np.empty(math.prod(chunk.shape) * dtype.itemsize, np.uint8)
-            data = buffer.view(dtype).reshape(chunk.shape)
-            writes.append(ChunkWrite(chunk.array, chunk.index, data))
+        dtype, is_own = dtypes.numpy_dtype(chunk.array.dtype), chunk.owner == ranks.rank
+        merged = np.empty(math.prod(chunk.shape) if is_own else 0, dtype)
+        if is_own:
+            writes.append(ChunkWrite(chunk.array, chunk.index, merged.reshape(chunk.shape)))
         for rank, start, stop in chunk.pieces:
-            first, size = start * dtype.itemsize, (stop - start) * dtype.itemsize
-            if buffer is None:
-                if rank == ranks.rank:
-                    sends.append((chunk.owner, own(chunk, start, size)))
+            place = merged[start:stop].view(np.uint8)
+            if rank == ranks.rank and is_own:
+                place[:] = own(chunk, start, place.size)
             elif rank == ranks.rank:
-                buffer[first : first + size] = own(chunk, start, size)
-            else:
-                receives.append((rank, buffer[first : first + size]))
+                sends.append((chunk.owner, own(chunk, start, (stop - start) * dtype.itemsize)))
+            elif is_own:
+                receives.append((rank, place))
     if sends or receives:
         ranks.exchange(sends, receives)
     if failed:
         raise failed[0]
     return writes
+
+
+# -- the copy of an asynchronous save --------------------------------------------------------------
+
+
+class _Arena:
+    """Fresh memory, page-locked if it is for a CUDA device.
+
+    If page-locking fails, the memory stays ordinary memory, and a warning is logged.
+    """
+
+    def __init__(self, size: int, device: torch.device | None) -> None:
+        self.memory = np.empty(max(size, 1), np.uint8)  # NumPy asks the kernel for huge pages
+        self.device = device
+        code = 0 if device is None else page_lock(self.memory, device)
+        self._locked_for = None if code else device
+        if code:
+            logger.warning(
+                "page-locking %d bytes of host memory for staging failed with CUDA error %d: "
+                "device tensors are copied more slowly, and training may wait for it; lower the "
+                "staging budget, or raise the limit of locked memory (ulimit -l)",
+                len(self.memory),
+                code,
+            )
+
+    def unlock(self) -> None:
+        """Undo the page-locking, before the memory is freed."""
+        if self._locked_for is not None and (code := page_unlock(self.memory, self._locked_for)):
+            raise StorageError(
+                f"unlocking pinned memory failed with CUDA error {code}: the device cannot be used"
+            )
+
+
+class HostPool:
+    """Host memory that saves reuse, so that its pages are first touched and pinned only once.
+
+    It is thread-safe. Between saves it keeps one arena, the last one that was given back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: _Arena | None = None
+
+    def take(self, size: int, *, device: torch.device | None = None) -> _Arena:
+        """Return an arena of at least ``size`` bytes, page-locked for CUDA if it is for a CUDA
+        device.
+
+        Raises:
+            MemoryError, OSError: the system does not have enough memory.
+        """
+        with self._lock:
+            arena, self._free = self._free, None
+        if arena is not None:
+            serves = device is None or arena.device is not None
+            if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
+                return arena
+            arena.unlock()
+            del arena  # free its memory before allocating
+        return _Arena(size, device)
+
+    def give_back(self, arena: _Arena | None) -> None:
+        """Keep an arena for the next save, in place of the one that is kept; ``None``: no arena."""
+        with self._lock:
+            old, self._free = self._free, arena
+        if old is not None:
+            old.unlock()
+
+
+POOL = HostPool()
+"""The pool of this process, global because saves share its memory."""
+
+
+class Staging:
+    """The copy of one save's chunks. Call :meth:`close` to give its memory back.
+
+    :meth:`copies` raises an error of the copy.
+
+    Args:
+        writes: the chunks to write; their sources are the memory of the state.
+        write: writes copies to make room for others; needed with a budget.
+        overlap: copy in a thread, and return at once.
+        budget_bytes: largest host memory to use, at least the size of the largest chunk; ``None``:
+            as much as the chunks need.
+        threads: number of threads that copy.
+        pool: pool of the memory.
+
+    Attributes:
+        arena_bytes: host memory used.
+        error: error of the copy, if it failed.
+    """
+
+    def __init__(
+        self,
+        writes: Sequence[ChunkWrite],
+        write: Take | None = None,
+        *,
+        overlap: bool = False,
+        budget_bytes: int | None = None,
+        threads: int | None = None,
+        pool: HostPool | None = None,
+    ) -> None:
+        self._pool = pool or POOL
+        self._threads = threads or default_threads()
+        sizes = [_size(item) for item in writes]
+        self.arena_bytes, largest = sum(sizes), max(sizes, default=0)
+        if budget_bytes is not None and self.arena_bytes > budget_bytes:
+            self.arena_bytes = max(budget_bytes, largest)
+            if largest > budget_bytes:
+                logger.warning(
+                    "a chunk of %d bytes is larger than the staging budget of %d bytes, which is "
+                    "raised to it; save with a smaller target_chunk_bytes",
+                    largest,
+                    budget_bytes,
+                )
+        sources = [item.source for item in writes if isinstance(item.source, DevicePart)]
+        devices = {source.tensor.device for source in sources if source.tensor.is_cuda}
+        self._devices = {device: DeviceCopies(device) for device in devices}
+        self._arena: _Arena | None = self._pool.take(
+            self.arena_bytes, device=next(iter(devices), None)
+        )
+        self._last: list[ChunkWrite] = []
+        self._complete = threading.Event()
+        self.error: BaseException | None = None
+        rounds = deque(in_rounds(writes, _size, self.arena_bytes))
+        if overlap:
+            name = "shardstore-stage"
+            threading.Thread(target=self._run, args=(rounds, write), name=name, daemon=True).start()
+        else:
+            self._run(rounds, write)
+            self.wait(host=True)
+
+    def _run(self, rounds: deque[list[ChunkWrite]], write: Take | None) -> None:
+        try:
+            while rounds:
+                if self._last and write is not None:
+                    self._wait_for_devices()
+                    write(self._last)
+                self._last = self._copied(rounds.popleft())
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            rounds.clear()  # drop references to the caller's memory
+            self._complete.set()
+
+    def _copied(self, items: Sequence[ChunkWrite]) -> list[ChunkWrite]:
+        """Copy chunks to the arena."""
+        assert self._arena is not None
+        jobs, start = [], 0
+        for item in items:
+            shape, dtype = item.array.grid.box(item.index).shape, item.array.dtype
+            memory = self._arena.memory
+            jobs.append((item, np.ndarray(shape, dtypes.numpy_dtype(dtype), memory, start)))
+            start += _size(item)
+
+        def work(batch: Sequence[tuple[ChunkWrite, NDArray[Any]]]) -> None:
+            for item, data in batch:
+                if self.error is not None:
+                    raise self.error
+                source = item.source
+                if isinstance(source, DevicePart) and source.tensor.is_cuda:
+                    self._devices[source.tensor.device].copy(source.tensor, data)
+                else:
+                    _copy_bits(data, item.data())
+
+        run_batched(
+            jobs,
+            work,
+            threads=self._threads,
+            weight=lambda job: job[1].nbytes,
+            batch_weight=COPY_BATCH_BYTES,
+        )
+        return [ChunkWrite(item.array, item.index, data) for item, data in jobs]
+
+    def copies(self) -> list[ChunkWrite]:
+        """Wait for the copy, and return its chunks that are not yet written.
+
+        Raises:
+            BaseException: copying failed, or was stopped.
+        """
+        self._complete.wait()
+        if self.error is not None:
+            raise self.error
+        self._wait_for_devices()
+        return self._last
+
+    def wait(self, timeout: float | None = None, *, host: bool = False) -> bool:
+        """Wait until the state may be changed.
+
+        Args:
+            timeout: seconds; ``None``: no limit.
+            host: block until device copies are complete. Otherwise only work that is queued later
+                on the caller's current streams waits for them.
+
+        Returns:
+            Whether the state may be changed. After an error it may.
+        """
+        if not self._complete.wait(timeout):
+            return False
+        self._wait_for_devices(host=host)
+        return True
+
+    def _wait_for_devices(self, *, host: bool = True) -> None:
+        for device in self._devices.values():
+            device.wait(host=host)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop copying. :meth:`copies` raises the error."""
+        self.error = self.error or error
+
+    def close(self) -> None:
+        """Wait for the copying thread and give the memory back. Call it when no thread reads the
+        copy any more."""
+        self.wait(host=True)
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._pool.give_back(arena)
+
+
+def _size(item: ChunkWrite) -> int:
+    """Return the bytes of the arena that a chunk needs."""
+    shape = item.array.grid.box(item.index).shape
+    data_bytes = math.prod(shape) * dtypes.itemsize(item.array.dtype)
+    return -(-data_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _copy_bits(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Copy bits, because NumPy copies foreign data types element by element, under the GIL."""
+    if target.dtype.itemsize <= np.dtype(np.uint64).itemsize:
+        word = f"u{target.dtype.itemsize}"
+        target, source = target.view(word), source.view(word)
+    np.copyto(target, source)

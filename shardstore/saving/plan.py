@@ -1,4 +1,5 @@
-"""Plan a save: the arrays that this rank creates and the chunks that it writes.
+"""Plan a save: the arrays that this rank creates, the chunks that it writes, and the tensors that
+they are copied from.
 
 Each rank plans alone, by the same rules. For irregular and flattened tensors, it first needs the
 layouts of other ranks (:mod:`shardstore.sharded.layouts`).
@@ -7,18 +8,19 @@ layouts of other ranks (:mod:`shardstore.sharded.layouts`).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
-from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
 from shardstore.sharded.coverage import FlatRange
 from shardstore.sharded.layouts import Layouts, is_first
 from shardstore.storage.format import dtypes
@@ -26,10 +28,116 @@ from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges
 from shardstore.storage.format.names import node_name
 from shardstore.storage.movers.chunks import ChunkWrite, Source
+from shardstore.storage.movers.device import on_host, stream_of
 from shardstore.storage.options import SaveOptions
 
 CHUNKS_PER_RANGE = 4
 MIN_RANGE_CHUNK_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class CutChunk:
+    """A chunk whose elements several ranks hold.
+
+    Attributes:
+        array: the array of the chunk.
+        index: index of the chunk in the grid.
+        shape: shape of the part of the chunk that is inside of the array.
+        owner: rank that writes the chunk.
+        pieces: ``(rank, start, stop)`` in elements of this part: the piece of each rank.
+        local: start of each piece of this rank -> source of its elements.
+    """
+
+    array: ArrayMeta
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    owner: int
+    pieces: tuple[tuple[int, int, int], ...]
+    local: dict[int, Source] = field(default_factory=dict)
+
+
+@dataclass
+class WritePlan:
+    """The plan of one rank.
+
+    Attributes:
+        arrays: arrays that the rank writes to, and whether it creates them.
+        created: arrays that it creates, with their documents, once they are noted in its manifest.
+        writes: chunks that it writes alone.
+        cut: chunks that it shares with others, in the same order on all ranks.
+    """
+
+    arrays: list[tuple[ArrayMeta, bool]] = field(default_factory=list)
+    created: list[tuple[ArrayMeta, str]] = field(default_factory=list)
+    writes: list[ChunkWrite] = field(default_factory=list)
+    cut: list[CutChunk] = field(default_factory=list)
+
+    def written(self, rank: int) -> list[ArrayMeta]:
+        """Return the array of each chunk that this rank writes."""
+        owned = [cut.array for cut in self.cut if cut.owner == rank]
+        return owned + [write.array for write in self.writes]
+
+
+@dataclass(frozen=True)
+class DevicePart:
+    """Part of a tensor on a device; calling it copies the part to the host.
+
+    Attributes:
+        tensor: the part.
+        stream: stream of the tensor's thread; the copy waits for work queued there.
+    """
+
+    tensor: torch.Tensor
+    stream: torch.cuda.Stream | None = None
+
+    def __call__(self) -> NDArray[Any]:
+        return on_host(self.tensor, self.stream)
+
+    def reshape(self, shape: tuple[int, ...]) -> DevicePart:
+        """Return the same elements in another shape."""
+        return DevicePart(self.tensor.reshape(shape), self.stream)
+
+
+def fetched(source: Source) -> NDArray[Any]:
+    """Return the data of a source."""
+    return source() if callable(source) else source
+
+
+def require_plain(tensor: torch.Tensor, key: str) -> None:
+    """Raise :class:`DTypeMismatchError` for a tensor that is not dense memory."""
+    if tensor.layout is torch.strided and tensor.device.type != "meta":
+        # A FakeTensor reports a real device, but its storage is on the meta device.
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if is_plain or tensor.untyped_storage().device.type != "meta":
+            return
+    raise DTypeMismatchError(
+        f"key {key!r} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
+        "which has no plain memory to write; make it a dense tensor with data",
+        key=key,
+    )
+
+
+def parts_of(
+    tensor: torch.Tensor, key: str, prepended: int = 0
+) -> Callable[[tuple[slice, ...]], NDArray[Any] | DevicePart]:
+    """Return a function that returns parts of a local tensor, by slices: views on the host,
+    :class:`DevicePart` on a device.
+
+    Args:
+        tensor: the data.
+        key: key of the tensor, for error texts.
+        prepended: number of axes of length 1 that the slices have before the tensor's axes.
+    """
+    require_plain(tensor, key)
+    tensor = tensor.detach()[(None,) * prepended]
+    array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
+    stream = stream_of(tensor.device)
+
+    def part(slices: tuple[slice, ...]) -> NDArray[Any] | DevicePart:
+        where: tuple[Any, ...] = (..., *slices)  # the ellipsis keeps a 0-d part an array
+        return DevicePart(tensor[where], stream) if array is None else array[where]
+
+    return part
 
 
 def array_meta(
@@ -63,7 +171,6 @@ def array_meta(
         )
     target_chunk_bytes = options.target_chunk_bytes
     ranges = layouts.ranges.get(tensor.key)
-    flat = ranges is not None
     if ranges:
         most = max(len(r) for r in ranges.values())
         share = math.prod(edges) * size // max(1, CHUNKS_PER_RANGE * most)
@@ -71,7 +178,7 @@ def array_meta(
     return ArrayMeta(
         tensor.key,
         node_name(tensor.key),
-        plan_grid(shape, edges, size, target_chunk_bytes, leading_only=flat),
+        plan_grid(shape, edges, size, target_chunk_bytes, leading_only=ranges is not None),
         name,
         codecs=(CRC32C,) if options.compression is None else (options.compression, CRC32C),
         separator=SEPARATOR,
@@ -123,9 +230,9 @@ def plan_writes(
         if whole is None:
             _check_place(tensor, meta, box)
         plan.arrays.append((meta, is_first(tensor)))
-        if is_shared and identity(tensor) in in_group:
-            continue  # a rank may hold a shard twice
         if is_shared:
+            if identity(tensor) in in_group:
+                continue  # a rank may hold a shard twice
             in_group[identity(tensor)] = (meta, box)
         if whole is not None or box.size:
             found.append((tensor, meta, box, whole))
@@ -142,14 +249,14 @@ def plan_writes(
         if tensor.flattened_range is not None:
             _plan_flat(plan.writes, cut, tensor, meta, box, layouts.ranges[tensor.key][box])
             continue
-        source = TensorSource(tensor.data, tensor.key, tensor.prepend_axis_num)
+        part = parts_of(tensor.data, tensor.key, tensor.prepend_axis_num)
         for index in meta.grid.overlapping(box) if whole is None else (whole,):
             if (name := identity(tensor)) in in_group and (name, index) not in mine:
                 continue
             slices = (
                 () if whole is not None else meta.grid.box(index).relative_to(box.offset).slices
             )
-            plan.writes.append(ChunkWrite(meta, index, source.part(slices)))
+            plan.writes.append(ChunkWrite(meta, index, part(slices)))
     plan.cut = [cut[chunk] for chunk in sorted(cut)]
     return plan
 
@@ -157,20 +264,14 @@ def plan_writes(
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     shape = tensor.global_shape
     is_inside = all(end <= length for end, length in zip(box.end, shape, strict=True))
-    if not box.size or (is_inside and meta.grid.is_aligned(box)):
-        return
-    wrong = f"reaches beyond the global shape {shape}"
-    if is_inside:
-        wrong = (
+    if box.size and not (is_inside and meta.grid.is_aligned(box)):
+        raise AccessPatternError(
+            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
             f"does not match axis_fragmentations={tensor.axis_fragmentations} of global shape "
             f"{shape} (shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
-            "axis_fragmentations=None for an irregular cut"
+            "axis_fragmentations=None for an irregular cut within the global shape",
+            key=tensor.key,
         )
-    raise AccessPatternError(
-        f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
-        f"{wrong}",
-        key=tensor.key,
-    )
 
 
 # -- flattened ranges ----------------------------------------------------------------------------
@@ -199,81 +300,58 @@ def _plan_flat(
     """
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
-    source = TensorSource(tensor.data, tensor.key)
-    for index, part, position in _parts_in_range(meta, box, start, stop):
+    elements = parts_of(tensor.data, tensor.key)
+    for index in meta.grid.overlapping(box):
+        part = meta.grid.box(index).relative_to(box.offset)
+        last_offset = tuple(end - 1 for end in part.end)
+        if _position(last_offset, box.shape) < start or _position(part.offset, box.shape) >= stop:
+            continue
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.
-        before = partial(_elements_before, part, box.shape)
-        first, last = before(start), before(stop)
+        positions = _positions(part, box.shape)
+        first, last = bisect_left(positions, start), bisect_left(positions, stop)
         if first == last:
             continue
         is_whole = last - first == part.size
         shape = part.shape if is_whole else (last - first,)
-        data: Source
-        if position is not None:
-            low = position - start
-            data = source.part((slice(low + first, low + last),)).reshape(shape)
-        else:
-            data = partial(_gathered, source, part, box.shape, start, first, last, shape)
+        data: Source = partial(_gathered, elements, part, box.shape, start, first, last, shape)
+        if isinstance(positions, range):
+            low = positions[first] - start
+            data = elements((slice(low, low + last - first),)).reshape(shape)
         if is_whole:
             writes.append(ChunkWrite(meta, index, data))
             continue
-        bounds = ((r.rank, before(r.start), before(r.stop)) for r in ranges)
-        pieces = tuple(piece for piece in bounds if piece[1] < piece[2])
+        pieces = tuple(
+            (r.rank, begin, end)
+            for r in ranges
+            if (begin := bisect_left(positions, r.start)) < (end := bisect_left(positions, r.stop))
+        )
         owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
         shared = CutChunk(meta, index, part.shape, owner, pieces)
         cut.setdefault((meta.key, index), shared).local[first] = data
 
 
-def _parts_in_range(
-    meta: ArrayMeta, box: Box, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], Box, int | None]]:
-    """Yield the chunks of a shard that may overlap a flattened range of it.
-
-    Yields:
-        Index of the chunk, its box within the shard, and its start in the flattened shard, ``None``
-        if it is not contiguous there.
-    """
-    grid = meta.grid
-    indices = list(grid.overlapping(box))
-
-    def begin(index: tuple[int, ...]) -> int:
-        offset = (i * c - o for i, c, o in zip(index, grid.chunk_shape, box.offset, strict=True))
-        return _flat_position(tuple(offset), box.shape)
-
-    contiguous = _is_contiguous(grid.box(indices[0]), box.shape)
-    if contiguous:
-        # The chunks are contiguous and in order: skip those before and after the range.
-        first = bisect_right(indices, start, key=begin) - 1
-        indices = indices[first : bisect_left(indices, stop, key=begin)]
-    for index in indices:
-        part = grid.box(index).relative_to(box.offset)
-        yield index, part, _flat_position(part.offset, box.shape) if contiguous else None
-
-
-def _elements_before(part: Box, shape: Sequence[int], position: int) -> int:
-    """Return how many elements of a part of a box come before a position in the flattened box."""
-    if position >= math.prod(shape):
-        return part.size
-    before, inside, row = 0, part.size, math.prod(shape)
-    for offset, length, extent in zip(part.offset, part.shape, shape, strict=True):
-        row //= extent
-        inside //= length
-        digit, position = divmod(position, row)
-        before += min(max(digit - offset, 0), length) * inside
-        if not offset <= digit < offset + length:
-            break
-    return before
-
-
-def _is_contiguous(part: Box, shape: Sequence[int]) -> bool:
-    """Return whether a part of a box is one range of the flattened box."""
+def _positions(part: Box, shape: Sequence[int]) -> range | NDArray[np.int64]:
+    """Return the positions of a part's elements in the flattened box, ascending: a range if they
+    are contiguous there."""
     axis = next((axis for axis, length in enumerate(part.shape) if length != 1), len(shape))
-    return part.shape[axis + 1 :] == tuple(shape[axis + 1 :])
+    if part.shape[axis + 1 :] == tuple(shape[axis + 1 :]):
+        low = _position(part.offset, shape)
+        return range(low, low + part.size)
+    found = np.ravel_multi_index(np.ix_(*map(np.arange, part.offset, part.end)), tuple(shape))
+    return found.reshape(-1)
+
+
+def _position(offset: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the position of an element in a flattened box."""
+    position = 0
+    for o, n in zip(offset, shape, strict=True):
+        position = position * n + o
+    return position
 
 
 def _gathered(
-    source: TensorSource,
+    elements: Callable[[tuple[slice, ...]], Source],
     part: Box,
     extents: Sequence[int],
     start: int,
@@ -282,18 +360,8 @@ def _gathered(
     shape: tuple[int, ...],
 ) -> NDArray[Any]:
     """Return elements ``first:last`` of a part with gaps, from a range that begins at ``start``."""
-    positions = np.zeros((), np.int64)
-    for offset, length, extent in zip(part.offset, part.shape, extents, strict=True):
-        positions = positions[..., None] * extent + np.arange(offset, offset + length)
-    wanted = positions.reshape(-1)[first:last] - start
+    wanted = np.asarray(_positions(part, extents))[first:last] - start
     low = int(wanted[0])
-    data = fetched(source.part((slice(low, int(wanted[-1]) + 1),)))
+    data = fetched(elements((slice(low, int(wanted[-1]) + 1),)))
     out: NDArray[Any] = data[wanted - low].reshape(shape)
     return out
-
-
-def _flat_position(offset: Sequence[int], shape: Sequence[int]) -> int:
-    position = 0
-    for o, n in zip(offset, shape, strict=True):
-        position = position * n + o
-    return position

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from shardstore.dict_utils import extract_matching_values, nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import adopt_for_save, keys_of_plain
+from shardstore.distributed.groups import group_rank, group_size, require_group
+from shardstore.dtensor.adoption import adopt_for_save
 from shardstore.dtensor.layout import apply_claims
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.loading.context import CONTENT_METADATA_KEY
@@ -26,7 +26,7 @@ from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.publish import About
 from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.options import SaveOptions, require_bool
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -34,12 +34,11 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
-from shardstore.utils import sharded_tensors_of
 from shardstore.validation import comparable, compare_common, validate_sharded_objects_handling
 
 
 def run_save(
-    place: str | Path, prepared: Callable[[Ranks], Part], *, verify_integrity: bool = False
+    place: str | Path, prepared: Callable[[], Part], *, verify_integrity: bool = False
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
@@ -52,14 +51,13 @@ def run_save(
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
     """
-    ranks = Ranks.current()
     with collector_paused():
-        session, part = SaveSession.begin(ranks, place, lambda: prepared(ranks))
+        session, part = SaveSession.begin(Ranks.current(), place, prepared)
         request = session.run(part, lambda session: _write(session, part))
     if verify_integrity:
         what = f"writing {INTEGRITY_NAME} of {session.target.url}"
         decide = lambda _: write_integrity(session.target)  # noqa: E731
-        add = partial(session.ranks.together, what=what, decide=decide)
+        add = partial(session.later.together, what=what, decide=decide)
         if request is None:
             add()
         else:
@@ -68,21 +66,19 @@ def run_save(
 
 
 def prepare(
-    ranks: Ranks,
     given_state: ShardedStateDict,
     checkpoint_dir: str | Path,
     options: SaveOptions,
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy],
     *,
-    in_background: bool = False,
-    later: str | None = None,
+    background: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
 ) -> Part:
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Args:
-        later: see :class:`Part`.
+        background: see :class:`Part`.
 
     :func:`shardstore.save` describes the other arguments.
 
@@ -93,15 +89,13 @@ def prepare(
     base: Location | None = None
     if options.base is not None:
         base = Location.of(options.base)
-        if not base.options:
-            base = Location.of(base, target.options)
+        base = base if base.options else Location(base.url, target.options)
     require_group("replica_group", options.replica_group)
-    require_bool("async_sharded_save", in_background)
     check_state(given_state)
     if not isinstance(content_metadata, dict | None):
         raise ArgumentError(f"content_metadata={content_metadata!r:.100} must be a dict")
     sharded_strategy, common_strategy = strategies
-    if in_background and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
+    if background is not None and not isinstance(sharded_strategy, AsyncSaveShardedStrategy):
         raise CheckpointingException(
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
             "async_sharded_save out or use another strategy"
@@ -122,12 +116,11 @@ def prepare(
         common[CONTENT_METADATA_KEY] = content_metadata
         attributes[CONTENT_METADATA_KEY] = _attributes(content_metadata)
     if (key := common_strategy.object_key) is not None:
-        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=ranks.rank)
+        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=group_rank(None))
     part = Part(
         target=target,
         options=options,
         sharded=sharded,
-        tensors=sharded_tensors_of(sharded),
         common=common,
         strategies=strategies,
         about=About(
@@ -137,13 +130,12 @@ def prepare(
         ),
         base=base,
         adopts=state_dict is not given_state,
-        in_background=in_background,
-        later=later,
+        background=background,
     )
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
         part.copies = copies_of(nested_values(state_dict), objects=noted)
-        if ranks.world_size > 1:
+        if group_size(None) > 1:
             part.compared = comparable(common, preprocess)
     return part
 
@@ -153,11 +145,9 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     assert part.strategies is not None  # prepare() has set them
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
-    session.plans = agreed.exchange_layouts and _meets_to_plan(sharded_strategy)
-    if session.ranks.is_coordinator:
-        if agreed.rank_with_dtensors is not None:
-            session.common_keys = keys_of_plain(part.common)
-    elif agreed.common:
+    meets = _meets_to_plan(sharded_strategy)
+    session.plans = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
+    if agreed.common and not session.ranks.is_coordinator:
         compare_common(part.compared, agreed.common, session.ranks.rank)
     tensors, objects = part.sharded, None
     apply_claims(tensors, agreed.owners)
@@ -172,17 +162,18 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     except Exception as problem:
         # Raised at the next step of all ranks, in the strategy or at the commit.
         session.failure = problem
-    if part.in_background:
+    if part.background is not None:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
     sharded_strategy.save(tensors, place)
     return None
 
 
-def _meets_to_plan(strategy: object) -> bool:
-    """Return whether a strategy, or the strategy that it wraps, exchanges layouts between ranks."""
+def _meets_to_plan(strategy: object) -> str | None:
+    """Return when a strategy, or the strategy that it wraps, lets the ranks meet to plan:
+    ``"always"``, to exchange ``"layouts"``, or never."""
     while (base := getattr(strategy, "base_strategy", None)) is not None:
         strategy = base
-    return bool(getattr(strategy, "meets_to_plan", False))
+    return getattr(strategy, "meets_to_plan", None)
 
 
 def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:

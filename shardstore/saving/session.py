@@ -12,24 +12,24 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
 from shardstore.distributed.coordinator import Ranks
+from shardstore.dtensor.adoption import keys_of_plain
 from shardstore.dtensor.layout import claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
-from shardstore.saving.staging import Staging
 from shardstore.sharded.coverage import check_object
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage.commit import checkpoints
@@ -45,14 +45,18 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
+from shardstore.utils import sharded_tensors_of
 from shardstore.validation import pickled
+
+if TYPE_CHECKING:
+    from shardstore.saving.execute import Staging
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _open: dict[str, SaveSession] = {}
 """URL that is written to -> session. Global, because strategies are called with a place only."""
-Created: TypeAlias = Sequence[tuple[ArrayMeta, str]]
-"""Arrays that a rank creates, with their documents."""
 
 
 @dataclass(kw_only=True)
@@ -63,7 +67,6 @@ class Part:
         target: target of the save.
         options: options of the save.
         sharded: tensors and objects, with factories built.
-        tensors: the tensors in ``sharded``.
         common: common values.
         compared: common values that are compared between the ranks; ``None``: they are not.
         strategies: the strategies for tensors and for common values.
@@ -71,14 +74,13 @@ class Part:
         base: a committed checkpoint whose chunks are reused.
         copies: shards of which the rank holds only copies; an error if no rank writes them.
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
-        in_background: whether the save is asynchronous.
-        later: purpose of the connections for the steps after planning; default: the same ones.
+        background: purpose of the connections for the steps of an asynchronous save after planning;
+            ``""``: the same ones; ``None``: the save is synchronous.
     """
 
     target: Location
     options: SaveOptions
     sharded: ShardedStateDict = field(default_factory=dict)
-    tensors: Sequence[ShardedTensor] = ()
     common: StateDict = field(default_factory=dict)
     compared: Any = None
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
@@ -86,8 +88,12 @@ class Part:
     base: Location | None = None
     copies: Sequence[str] = ()
     adopts: bool = False
-    in_background: bool = False
-    later: str | None = None
+    background: str | None = None
+
+    @cached_property
+    def tensors(self) -> list[ShardedTensor]:
+        """The tensors in :attr:`sharded`."""
+        return sharded_tensors_of(self.sharded)
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class SaveSession:
 
     Attributes:
         ranks: the ranks of the save.
-        later: the same ranks, over the connections that an asynchronous save uses after planning.
+        later: the same ranks, over the connections of the steps after planning.
         target: the target of the save.
         options: options of the save; a strategy may replace some of them.
         attempt: the attempt that is written and committed.
@@ -144,17 +150,16 @@ class SaveSession:
         files: files other than chunks.
         zarr_format: format of the written arrays, 3 or 2; ``None`` until a built-in strategy
             writes one.
-        failure: an error of this rank at the beginning or in the background, which prevents the
-            commit.
-        over: the error of a step of all ranks. Every rank has it, and none begins a further step.
+        failure: an error of this rank, which prevents the commit.
+        planning: name of the planning step, for error texts.
         plans: whether the ranks exchange layouts before they write.
         base: the checkpoint whose chunks are reused, ``None`` without one.
         shared: the shards whose chunks this rank's group divides.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: the commit record (bytes, chunks, seconds); empty before the commit.
         meter: counts for a progress callback.
-        common_keys: keys that the coordinator's plain tensors would have as arrays. It is set on
-            the coordinator if only other ranks have DTensors.
+        common_keys: on the coordinator, if only other ranks have DTensors: the keys that its plain
+            tensors would have as arrays.
     """
 
     def __init__(
@@ -169,19 +174,20 @@ class SaveSession:
         self.files = Files(attempt, self.manifest, part.options.budget_bytes)
         callback = callback_of(part.options.progress, shows=ranks.is_coordinator)
         self.meter = Meter("save", part.target.url, callback)
-        self.base: BaseChunks | None = None
-        if part.base is not None:
-            self.base = BaseChunks(part.base, agreed.base_documents or {})
+        documents = agreed.base_documents or {}
+        self.base = None if part.base is None else BaseChunks(part.base, documents)
         self.shared = replicas.accepted(
             part.tensors, part.options.replica_group, agreed.shares, ranks.rank
         )
         self.zarr_format: int | None = None
         self.failure: BaseException | None = None
-        self.over: BaseException | None = None
         self.plans = False
         self.staging: Staging | None = None
         self.record: dict[str, Any] = {}
         self.common_keys: frozenset[str] = frozenset()
+        if ranks.is_coordinator and agreed.rank_with_dtensors is not None:
+            self.common_keys = keys_of_plain(part.common)
+        self.planning = f"planning the save to {part.target.url}"
         self._started = perf_counter()
 
     @classmethod
@@ -215,7 +221,7 @@ class SaveSession:
             agreed: Agreement = pickle.loads(answer)
             (part,) = prepared
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-            later = ranks if part.later is None else ranks.over(part.later)
+            later = ranks.over(part.background) if part.background else ranks
             session = cls(ranks, later, part, agreed, attempt)
         except BaseException:
             for attempt in begun:
@@ -244,24 +250,24 @@ class SaveSession:
         Raises:
             CheckpointingException: see :meth:`finish`.
         """
-        request, error = None, None
+        request: AsyncRequest | None = None
         try:
-            with self._active():
-                request = work(self)
+            _open[self.attempt.location.url] = self
+            request = work(self)
         except Exception as problem:
-            error = problem
+            self.failure = problem
         except BaseException:  # an interrupt; the other ranks notice that this one is gone
             self._give_up()
             raise
-        if not part.in_background:
-            self.finish(error, part.about)
+        finally:
+            del _open[self.attempt.location.url]
+        if part.background is None:
+            self.finish(part.about)
             return None
+        if self.failure is not None and self.plans and not self.ranks.failed:
+            with suppress(Exception):  # other ranks wait for this one's plan
+                self.ranks.together(what=self.planning, error=self.failure)
         request = request or AsyncRequest(None, (), [])
-        if error is not None:
-            self.failure = error
-            if self.plans and self.over is None:  # other ranks wait for this one's plan
-                with suppress(Exception), self.common_step():
-                    self.ranks.together(what=self.planning, error=error)
         function = request.async_fn
 
         def guarded(*args: Any, **kwargs: Any) -> None:
@@ -271,51 +277,43 @@ class SaveSession:
             except BaseException as problem:  # finish() raises it on all ranks
                 self.failure = self.failure or problem
 
-        self.ranks = self.later
         request = request._replace(async_fn=guarded)
         if not (request.async_fn_args or request.async_fn_kwargs):
             call = OwnProcessCall(guarded)
             request = request._replace(
                 async_fn=call, finalize_fns=[call.join, *request.finalize_fns]
             )
-        request.add_finalize_fn(partial(self.finish, None, part.about))
+        request.add_finalize_fn(partial(self.finish, part.about))
         return request
 
-    @contextmanager
-    def common_step(self) -> Iterator[None]:
-        """Keep an error of a step of all ranks in :attr:`over`: no rank begins a further one."""
-        try:
-            yield
-        except BaseException as problem:
-            self.over = problem
-            raise
+    def planned(self, tensors: Sequence[ShardedTensor], plan: Callable[[Layouts], T]) -> T:
+        """Plan with the layouts of irregular and flattened tensors of all ranks. If there are any,
+        every rank calls it and waits for all others twice.
 
-    @property
-    def planning(self) -> str:
-        """The name of the planning step, for error texts."""
-        return f"planning the save to {self.target.url}"
-
-    def exchanged_layouts(self, tensors: Sequence[ShardedTensor]) -> Layouts:
-        """Return the layouts of irregular and flattened tensors of all ranks. If there are any,
-        every rank calls it and waits for all others.
+        Args:
+            tensors: the tensors of this rank.
+            plan: makes this rank's plan.
 
         Raises:
             AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
-            CheckpointingException: this rank's earlier error.
+            CheckpointingException: this rank's earlier error, or the error of ``plan``; on every
+                rank if there are such tensors.
         """
         if not self.agreed.exchange_layouts:
             if self.failure is not None:
                 raise self.failure
-            return Layouts()
-        with self.timed("exchange"), self.common_step():
+            return plan(Layouts())
+        with self.timed("exchange"):
             answer = self.ranks.together(
                 local_layouts(tensors, self.ranks.rank),
                 what=self.planning,
                 error=self.failure,
                 decide=lambda reports: pickle.dumps(merge_layouts(reports)),
             )
-        layouts: Layouts = pickle.loads(answer)
-        return layouts
+        # Before pieces are sent, so that no rank waits for one that could not plan.
+        result, _ = self.ranks.step(self.planning, lambda: plan(pickle.loads(answer)))
+        self.plans = False
+        return result
 
     @cached_property
     def mover(self) -> Writer:
@@ -334,7 +332,7 @@ class SaveSession:
         with self.timed("write"):
             self.files.flush_beside(lambda: self.mover.write(chunks, self._written))
 
-    def write_documents(self, created: Created) -> None:
+    def write_documents(self, created: Sequence[tuple[ArrayMeta, str]]) -> None:
         """Write the documents of arrays that this rank creates; see :meth:`write` for errors."""
         if self.options.array_documents:
             with self.timed("write"):
@@ -350,31 +348,12 @@ class SaveSession:
             seconds = self.manifest.seconds
             seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
 
-    def expect(self, metas: Iterable[ArrayMeta]) -> None:
-        """Add the chunks that this rank will write to the totals of the progress callback.
-
-        Args:
-            metas: the array of each chunk.
-        """
-        if self.meter.is_watched:
-            sizes = [array.chunk_bytes for array in metas]
-            self.meter.expect(sum(sizes), len(sizes))
-
     def _written(self, item: ChunkWrite, record: ChunkRecord) -> None:
         self.manifest.add_chunk(item.array, item.index, record)
         if self.meter.is_watched:
             self.meter.count(item.array.chunk_bytes)
         if self.failure is not None:
             raise self.failure
-
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Make :func:`session_of` return this session for the attempt's folder."""
-        _open[self.attempt.location.url] = self
-        try:
-            yield
-        finally:
-            _open.pop(self.attempt.location.url, None)
 
     def abort(self) -> None:
         """Stop an asynchronous save at its next chunk."""
@@ -388,20 +367,19 @@ class SaveSession:
         if self.staging is not None:
             self.staging.fail(error)
 
-    def finish(self, error: BaseException | None, about: About) -> None:
+    def finish(self, about: About) -> None:
         """Send the manifest to the coordinator, which commits. Every rank calls it and waits for
         all others.
 
         Args:
-            error: an error of this rank; nothing is committed then, and every rank raises an error.
             about: further content of the root document.
 
         Raises:
             AccessPatternError: the shards of all ranks do not cover each tensor exactly once.
             RanksError: another rank failed.
             StorageError: the commit failed; the target is unchanged.
+            BaseException: :attr:`failure`; nothing is committed, and every rank raises an error.
         """
-        error = error or self.failure
 
         def decide(reports: list[bytes]) -> bytes:
             whole = replace(
@@ -414,11 +392,10 @@ class SaveSession:
             return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
 
         try:
-            if self.over is not None:
-                raise error or self.over
+            if self.failure is not None and self.ranks.failed:  # no rank begins a further step
+                raise self.failure
             what = f"committing {self.target.url}"
-            with self.common_step():
-                answer = self.ranks.step(what, self._report, bytes, decide, join, error=error)[1]
+            _, answer = self.later.step(what, self._report, bytes, decide, join, error=self.failure)
             self.record = json.loads(answer)
         except BaseException:
             self._give_up()
@@ -454,19 +431,28 @@ class SaveSession:
                 for rank, copies in merged.copies.items():
                     if lost := [key for key in copies if key not in written]:
                         raise replicas.without_main_replica(lost, rank)
-        _check_common(merged, self.common_keys, self.agreed.rank_with_dtensors)
+        if both := sorted({meta.key for meta in merged.arrays} & self.common_keys):
+            other = self.agreed.rank_with_dtensors
+            raise AccessPatternError(  # such a key could not be loaded
+                f"the plain tensor {both[0]!r} is common state on rank 0, whose state has no "
+                f"DTensors, and an array on rank {other}, whose state has DTensors ({len(both)} "
+                "such tensor(s)); leave it out of the state of one of the two ranks, or make it a "
+                "ShardedTensor on every rank that has it",
+                key=both[0],
+                rank=other,
+            )
         return merged
 
     def _log_commit(self) -> None:
-        seconds, url = perf_counter() - self._started, self.target.url
-        size, chunks = (self.record.get(name, 0) for name in ("stored_bytes", "chunks"))
+        url, seconds = self.target.url, perf_counter() - self._started
+        size = self.record.get("stored_bytes", 0)
         log_event(
             logger,
             "commit",
             f"{url}: committed, {size} bytes in {seconds:.3f} s",
             url=url,
             bytes=size,
-            chunks=chunks,
+            chunks=self.record.get("chunks", 0),
             seconds=seconds,
             world_size=self.ranks.world_size,
         )
@@ -527,15 +513,14 @@ def session_of(place: str | Path | Location) -> SaveSession | None:
 
 def _check_same_target(openings: Sequence[_Opening]) -> None:
     """Check that all ranks save to the same place, with the same base."""
-    said = [(f"to {opening.target}", f"with base={opening.base}") for opening in openings]
-    for rank, words in enumerate(said):
-        for first, other in zip(said[0], words, strict=True):
-            if first != other:
-                raise AccessPatternError(
-                    f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
-                    "and base",
-                    rank=rank,
-                )
+    first, *others = [f"to {one.target} with base={one.base}" for one in openings]
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise AccessPatternError(
+                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
+                "and base",
+                rank=rank,
+            )
 
 
 def _check_objects(merged: Merged) -> None:
@@ -554,23 +539,3 @@ def _check_objects(merged: Merged) -> None:
             )
     for parts in held.values():
         check_object(parts)
-
-
-def _check_common(merged: Merged, common_keys: frozenset[str], rank: int | None) -> None:
-    """Check that no key is both an array and a common value. Such a key could not be loaded.
-
-    Args:
-        merged: the merged manifests.
-        common_keys: keys of plain tensors among the coordinator's common values.
-        rank: a rank whose state has DTensors, so that its plain tensors are arrays.
-    """
-    both = sorted({meta.key for meta in merged.arrays} & common_keys)
-    if both:
-        raise AccessPatternError(
-            f"the plain tensor {both[0]!r} is common state on rank 0, whose state has no DTensors, "
-            f"and an array on rank {rank}, whose state has DTensors ({len(both)} such tensor(s)); "
-            "leave it out of the state of one of the two ranks, or make it a ShardedTensor on "
-            "every rank that has it",
-            key=both[0],
-            rank=rank,
-        )

@@ -12,18 +12,21 @@ import fcntl
 import os
 import sys
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from shardstore.distributed.groups import gathered, group_rank, largest
+from shardstore.distributed.groups import described, failures_on, group_rank, largest, listed
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.parallel import yield_to_others
+
+T = TypeVar("T")
 
 _QUEUES = (
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
@@ -83,8 +86,8 @@ class AsyncRequest(NamedTuple):
             run(self, _staged_args(self))
         except Exception as caught:
             error = caught
-        _agree(True, error, self.call_idx, no_dist=False)
-        _finalize(self, no_dist=False)
+        _agree("running", True, error, self.call_idx)
+        _finalize(self)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
         """Run the finalisation functions, and return :attr:`call_idx`; every rank calls it.
@@ -146,9 +149,7 @@ class OwnProcessCall:
                 os.unlink(self._path)
                 os.close(file)
 
-        executor = ThreadPoolExecutor(1, initializer=yield_to_others)
-        self._done = executor.submit(run)
-        executor.shutdown(wait=False)
+        self._done = in_background(run)
 
     def join(self) -> None:
         """Wait until the function has ended, if it was started."""
@@ -175,29 +176,19 @@ def _wait_for(path: str) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX)
 
 
-class _Call(NamedTuple):
-    """A scheduled request that has not been finalised."""
-
-    request: AsyncRequest
-    future: Future[None]
-
-
 class AsyncCallsQueue:
     """Runs requests in the background and finalises them in the order of their scheduling.
 
     Every rank must schedule the same requests and poll at the same points of its program.
 
     Args:
-        persistent: run all requests in sequence in one thread; otherwise each request has its own
-            thread, and several can run at the same time.
+        persistent: run one request after the other; otherwise several can run at the same time.
     """
 
     def __init__(self, persistent: bool = False) -> None:
         self.persistent = persistent
-        self.async_calls: deque[_Call] = deque()
+        self.async_calls: deque[tuple[AsyncRequest, Future[None]]] = deque()
         self.call_idx = -1
-        # At exit, the interpreter ends idle threads of an executor and waits for busy ones.
-        self._executor: ThreadPoolExecutor | None = None
 
     @staticmethod
     def warmup_persistent_caller(*args: object, **kwargs: object) -> None:
@@ -216,27 +207,17 @@ class AsyncCallsQueue:
             ``preload_fn``, on every rank.
         """
         request = async_request._replace(is_frozen=True, call_idx=self.call_idx + 1)
-        self.async_calls.append(_Call(request, self._start(request)))
-        self.call_idx = request.call_idx
-        return request.call_idx
-
-    def _start(self, request: AsyncRequest) -> Future[None]:
+        after = self.async_calls[-1][1] if self.persistent and self.async_calls else None
+        future: Future[None] = Future()
         try:
             args = _staged_args(request)
+            future = in_background(lambda: run(request, args), after=after)
         except Exception as error:
             # Raised here, only this rank would see it, and the others' next poll would hang.
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            return failed
-        executor = self._executor or ThreadPoolExecutor(
-            1, thread_name_prefix="shardstore-save", initializer=yield_to_others
-        )
-        future = executor.submit(run, request, args, current_cuda_device())
-        if self.persistent:
-            self._executor = executor
-        else:
-            executor.shutdown(wait=False)
-        return future
+            future.set_exception(error)
+        self.async_calls.append((request, future))
+        self.call_idx = request.call_idx
+        return request.call_idx
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -259,30 +240,24 @@ class AsyncCallsQueue:
                 poll continues with the request after it.
         """
         finalized: list[int] = []
-        while self.async_calls and self._finalize_oldest(blocking, no_dist):
-            finalized.append(self.call_idx - len(self.async_calls))
-        return finalized
-
-    def _finalize_oldest(self, blocking: bool, no_dist: bool) -> bool:
-        request, future = self.async_calls[0]
-        done = blocking or future.done()
-        error = future.exception() if done else None
-        try:
-            if not _agree(done, error, request.call_idx, no_dist=no_dist):
-                return False
-        except CheckpointingException:
+        while self.async_calls:
+            request, future = self.async_calls[0]
+            done = blocking or future.done()
+            error = future.exception() if done else None
             self.async_calls.popleft()
-            raise
-        self.async_calls.popleft()
-        _finalize(request, no_dist)
-        return True
+            if not _agree("running", done, error, request.call_idx, no_dist):
+                self.async_calls.appendleft((request, future))
+                break
+            _finalize(request, no_dist)
+            finalized.append(request.call_idx)
+        return finalized
 
     def get_num_unfinalized_calls(self) -> int:
         """Return the number of requests that are scheduled and not finalised."""
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalise all requests and end the thread. Every rank calls it.
+        """Finalise all requests. Every rank calls it.
 
         Args:
             abort: finalise nothing and wait for no rank. A running request continues, but its save
@@ -297,63 +272,11 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
             except CheckpointingException as error:
                 first_error = first_error or error
+        for _, future in self.async_calls:
+            future.cancel()
         self.async_calls.clear()
-        if self._executor is not None:
-            self._executor.shutdown(wait=not abort, cancel_futures=abort)
-            self._executor = None
         if first_error is not None:
             raise first_error
-
-
-class AsyncCaller:
-    """Runs requests in the background without finalising them.
-
-    Every rank schedules the same requests. :class:`AsyncCallsQueue` finalises them too.
-    """
-
-    _persistent = True
-
-    def __init__(self) -> None:
-        self._queue = AsyncCallsQueue(self._persistent)
-
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Call ``preload_fn`` and start the request in the background."""
-        self._queue.schedule_async_request(async_req._replace(finalize_fns=[]))
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Return whether the oldest unfinished call is done, on every rank unless ``no_dist``.
-
-        Args:
-            blocking: wait for the call.
-            no_dist: check only this rank; otherwise every rank calls this and waits for the others.
-
-        Raises:
-            RanksError: the call failed on a checked rank.
-        """
-        return not self._queue.async_calls or self._queue._finalize_oldest(blocking, no_dist)
-
-    def sync_all_async_calls(self, is_alive: int) -> bool:
-        """Return whether no rank has a call in flight; every rank calls it and waits for the
-        others.
-
-        Args:
-            is_alive: 1 if this rank's call is in flight, else 0.
-        """
-        return _agree(not is_alive, None, 0, no_dist=False)
-
-    def close(self, abort: bool = False) -> None:
-        """End the thread, see :meth:`AsyncCallsQueue.close`."""
-        self._queue.close(abort)
-
-
-class TemporalAsyncCaller(AsyncCaller):
-    """Runs each request in its own thread, which ends with the request."""
-
-    _persistent = False
-
-
-class PersistentAsyncCaller(AsyncCaller):
-    """Runs requests in sequence in one thread, until :meth:`close`."""
 
 
 def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
@@ -369,25 +292,13 @@ def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
     return (args[0], request.preload_fn(), *args[2:])
 
 
-def run(
-    request: AsyncRequest, args: Sequence[Any], cuda_device: torch.device | None = None
-) -> None:
-    """Call the function of a request, on a CUDA device if one is given."""
-    if request.async_fn is None:
-        return
-    if cuda_device is not None:
-        torch.cuda.set_device(cuda_device)
-    request.async_fn(*args, **request.async_fn_kwargs)
+def run(request: AsyncRequest, args: Sequence[Any]) -> None:
+    """Call the background function of a request, if it has one."""
+    if request.async_fn is not None:
+        request.async_fn(*args, **request.async_fn_kwargs)
 
 
-def current_cuda_device() -> torch.device | None:
-    """Return the calling thread's CUDA device: a new thread would start with device 0."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _finalize(request: AsyncRequest, no_dist: bool) -> None:
+def _finalize(request: AsyncRequest, no_dist: bool = False) -> None:
     """Run the finalisation functions, and raise an error if they failed on any rank."""
     error: BaseException | None = None
     try:
@@ -395,16 +306,41 @@ def _finalize(request: AsyncRequest, no_dist: bool) -> None:
             finalize_fn()
     except Exception as caught:
         error = caught
-    _agree(True, error, request.call_idx, no_dist=no_dist, doing="finalising")
+    _agree("finalising", True, error, request.call_idx, no_dist)
+
+
+def in_background(
+    function: Callable[[], T], *, after: Future[Any] | None = None, daemon: bool = False
+) -> Future[T]:
+    """Call a function in a thread of its own, with the CUDA device of the caller's thread.
+
+    Args:
+        function: the function.
+        after: what must have ended before.
+        daemon: whether an exiting interpreter does not wait for the thread.
+    """
+    future: Future[T] = Future()
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if uses_cuda else None
+
+    def work() -> None:
+        yield_to_others()
+        if device is not None:  # a new thread would start with device 0
+            torch.cuda.set_device(device)
+        if after is not None:
+            wait([after])
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    threading.Thread(target=work, name="shardstore-save", daemon=daemon).start()
+    return future
 
 
 def _agree(
-    done: bool,
-    error: BaseException | None,
-    call_idx: int,
-    *,
-    no_dist: bool,
-    doing: str = "running",
+    doing: str, done: bool, error: BaseException | None, call_idx: int, no_dist: bool = False
 ) -> bool:
     """Return whether a call is done on every rank; raise an error on every rank if it failed.
 
@@ -412,14 +348,12 @@ def _agree(
     """
     rank = group_rank(None)
     state = [int(not done), int(error is not None), call_idx, -call_idx]
-    text = None if error is None else f"{type(error).__name__}: {error}"
     in_flight, failed, newest, minus_oldest = state if no_dist else largest(state)
     if failed:
-        texts = {rank: text} if no_dist else dict(enumerate(gathered(text)))
-        failures = {r: text for r, text in texts.items() if text is not None}
-        listed = "; ".join(f"rank {r}: {text}" for r, text in sorted(failures.items()))
+        alone = {} if error is None else {rank: described(error)}
+        failures = alone if no_dist else failures_on(error)
         raise RanksError(
-            f"Asynchronous save, {doing} call {call_idx}, failed on {listed}. "
+            f"Asynchronous save, {doing} call {call_idx}, failed on {listed(failures)}. "
             f"It was not committed; the checkpoint before it is unchanged.",
             failures=failures,
         ) from error

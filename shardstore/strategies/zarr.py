@@ -38,9 +38,8 @@ from shardstore.mapping import (
     local_box,
 )
 from shardstore.saving.execute import stage_chunks, write_chunks
-from shardstore.saving.plan import array_meta, plan_writes
-from shardstore.saving.session import Created, Part, SaveSession, session_of
-from shardstore.saving.sources import CutChunk, WritePlan, fetched
+from shardstore.saving.plan import CutChunk, WritePlan, array_meta, fetched, plan_writes
+from shardstore.saving.session import Part, SaveSession, session_of
 from shardstore.sharded.coverage import FlatRange
 from shardstore.sharded.layouts import Layouts, is_first, local_layouts, merge_layouts
 from shardstore.storage.checkpoint import (
@@ -111,7 +110,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         FormatVersionError: there is no such version, or ``array_documents=False`` with version 1.
     """
 
-    meets_to_plan: ClassVar[bool] = True
+    meets_to_plan: ClassVar[str] = "layouts"
 
     def __init__(self, backend: str, version: int, **options: Unpack[StrategyKeywords]) -> None:
         super().__init__(backend, version)
@@ -165,12 +164,12 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         self,
         state_dict: ShardedStateDict,
         place: str | Path,
-        carry_out: Callable[[SaveSession, WritePlan, Created], AsyncRequest | None],
+        carry_out: Callable[[SaveSession, WritePlan], AsyncRequest | None],
     ) -> AsyncRequest | None:
         tensors = sharded_tensors_of(state_dict)
 
         def work(session: SaveSession) -> AsyncRequest | None:
-            return carry_out(session, *self._plan(session, tensors))
+            return carry_out(session, self._plan(session, tensors))
 
         if (session := session_of(place)) is not None:
             return work(session)
@@ -178,23 +177,20 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         part = Part(
             target=Location.of(place),
             options=self.options,
-            tensors=tensors,
-            in_background=carry_out is stage_chunks,
+            sharded=state_dict,
+            background="" if carry_out is stage_chunks else None,
         )
         session, _ = SaveSession.begin(Ranks.current(), place, lambda: part)
         session.plans = session.agreed.exchange_layouts
         return session.run(part, work)
 
-    def _plan(
-        self, session: SaveSession, tensors: Sequence[ShardedTensor]
-    ) -> tuple[WritePlan, Created]:
+    def _plan(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> WritePlan:
         rank = session.ranks.rank
         session.options = options = session.options.of_strategy(self.options)
         session.zarr_format = zarr_format = 2 if self.version == V2_LAYOUT else 3
         session.manifest.array_documents = options.array_documents
-        layouts = session.exchanged_layouts(tensors)
 
-        def planned() -> tuple[WritePlan, Created]:
+        def planned(layouts: Layouts) -> WritePlan:
             if zarr_format == 2:
                 _check_v2(options)
             with session.timed("plan"):
@@ -207,20 +203,14 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     layouts=layouts,
                     shared=session.shared,
                 )
-                created = note_arrays(session.manifest, plan.arrays)
+                plan.created = note_arrays(session.manifest, plan.arrays)
             written = plan.written(rank)
             if zarr_format == 2:
                 session.attempt.announce({array.node for array in written}, rank)
-            session.expect(written)
-            return plan, created
+            session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
+            return plan
 
-        if not session.agreed.exchange_layouts:
-            return planned()
-        # Before pieces are sent, so that no rank waits for one that could not plan.
-        with session.common_step():
-            plan, _ = session.ranks.step(session.planning, planned)
-        session.plans = False
-        return plan
+        return session.planned(tensors, planned)
 
 
 def _check_v2(options: SaveOptions) -> None:

@@ -21,7 +21,7 @@ import shardstore
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException, MissingKeyError, RanksError
-from shardstore.saving.sources import fetched
+from shardstore.saving.plan import fetched
 from shardstore.storage.movers.chunks import Source
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -59,20 +59,20 @@ class SourceFails(ZarrSaveShardedStrategy):
         def unreadable() -> Any:
             raise Fails("source")
 
-        plan, created = super()._plan(*args)
+        plan = super()._plan(*args)
         plan.cut = [replace(cut, local=dict.fromkeys(cut.local, unreadable)) for cut in plan.cut]
         if not plan.cut:
             plan.writes = [replace(write, source=unreadable) for write in plan.writes]
-        return plan, created
+        return plan
 
 
 class SourceFallsShort(ZarrSaveShardedStrategy):
     """A piece of a chunk is an element shorter than was announced."""
 
     def _plan(self, *args: Any) -> Any:
-        plan, created = super()._plan(*args)
+        plan = super()._plan(*args)
         plan.cut = [replace(cut, local=_without_last(cut.local)) for cut in plan.cut]
-        return plan, created
+        return plan
 
 
 def _without_last(local: dict[int, Source]) -> dict[int, Source]:
@@ -86,9 +86,9 @@ class PiecesFailFirst(SourceFails):
         def unwritable() -> Any:
             raise Fails("chunk")
 
-        plan, created = super()._plan(*args)
+        plan = super()._plan(*args)
         plan.writes = [replace(write, source=unwritable) for write in plan.writes]
-        return plan, created
+        return plan
 
 
 class Wraps(ZarrSaveShardedStrategy):

@@ -22,7 +22,7 @@ from shardstore.distributed import messages
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks
 from shardstore.errors import AccessPatternError, RanksError, StorageError
 from shardstore.saving import execute
-from shardstore.saving.sources import CutChunk
+from shardstore.saving.plan import CutChunk
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from tests.helpers.rank_server import start
@@ -231,7 +231,6 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
     if not in_rounds:
         ranks.exchange([(before, np.ones(9, np.uint8))], [(after, np.zeros(9, np.uint8))])
         return
-    execute.ROUND_BYTES = 1
     meta = ArrayMeta("a", "a", Grid((40,), (10,)), "uint8")
     of_rank = [
         CutChunk(meta, (n,), (10,), n, ((n, 0, 1), ((n + 1) % WORLD, 1, 10))) for n in range(WORLD)
@@ -250,7 +249,7 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
     ]
     session: Any = SimpleNamespace(ranks=ranks, timed=lambda _: nullcontext())
     most: list[int] = []
-    execute._exchange(session, cut, lambda writes: most.append(len(writes)))
+    execute._exchange(session, cut, lambda writes: most.append(len(writes)), 1)
     assert max(most, default=0) <= 1
 
 

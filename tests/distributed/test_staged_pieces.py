@@ -16,8 +16,8 @@ from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore import ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import RanksError, SaveInProgressError
+from shardstore.saving.execute import POOL
 from shardstore.saving.session import SaveSession
-from shardstore.saving.staging import POOL
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -55,7 +55,7 @@ def peak(rank: int, world: int, root: str) -> int:
     options: dict[str, Any] = {"staging_budget_bytes": BUDGET, "durable": False}
     # Once before, so that what is imported and started with the first save does not count.
     shardstore.async_save(halves(rank, 1, *SHAPE), f"{root}/a", strategy, **options).result(60)
-    POOL.clear()
+    POOL.give_back(None)
     state = halves(rank, TENSORS, *SHAPE)
     before = reset_peak().rss_bytes
     shardstore.async_save(state, f"{root}/b", strategy, **options).result(60)

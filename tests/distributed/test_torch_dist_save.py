@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -280,6 +282,30 @@ def a_common_part_that_can_not_be_written_fails_on_all(
         dist.barrier()
 
 
+class FailingBefore(TorchDistSaveShardedStrategy):
+    """Fails on one rank before it meets the others to plan."""
+
+    def async_save(self, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise StorageError("no plan here")
+        return super().async_save(*args)
+
+
+def a_rank_that_does_not_come_to_plan_is_not_waited_for(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DEADLINE_VARIABLE, "40")
+        handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", FailingBefore())
+        error = handle.exception(60)
+    assert isinstance(error, StorageError if rank == 1 else RanksError)
+    assert "no plan here" in str(error)
+    assert time.monotonic() - began < 30
+    dist.barrier()
+    assert remains(folder) == []
+
+
 def a_copy_that_does_not_fit_its_budget_fails_on_all(
     rank: int, world_size: int, folder: Path
 ) -> None:
@@ -304,6 +330,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     a_failure_in_the_background_reaches_every_rank,
     wrong_input_of_one_rank_fails_on_all,
     a_common_part_that_can_not_be_written_fails_on_all,
+    a_rank_that_does_not_come_to_plan_is_not_waited_for,
     a_copy_that_does_not_fit_its_budget_fails_on_all,
 )
 

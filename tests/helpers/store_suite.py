@@ -87,12 +87,16 @@ def unfinished_save(
     url: str, options: dict[str, Any], value: float = 5.0, *, version: int = 2
 ) -> SaveSession:
     """A save that wrote everything but its commit, and is never heard of again."""
-    part = Part(target=Location.of(url, options), options=SaveOptions())
+    part = Part(target=Location.of(url, options), options=SaveOptions(), background="")
+    state = {"w": tensor("layer/0.w", torch.full((20, 30), value))}
     session, _ = SaveSession.begin(Ranks(), url, lambda: part)
-    with session._active():
-        ZarrSaveShardedStrategy("zarr", version).save(
-            {"w": tensor("layer/0.w", torch.full((20, 30), value))}, session.attempt.location.place
-        )
+
+    def write(session: SaveSession) -> None:
+        place = session.attempt.location.place
+        ZarrSaveShardedStrategy("zarr", version).save(state, place)
+
+    session.run(part, write)  # only the finalisation of its request would commit
+    assert session.failure is None
     return session
 
 

@@ -50,13 +50,6 @@ def test_the_deadline_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert Ranks.current().deadline_s == 2.5
 
 
-def test_one_error_of_all_ranks_stays_what_it_is() -> None:
-    causes = [StorageError("the disk is full", key="a", url="/x") for _ in range(3)]
-    error = _failure("saving", dict.fromkeys(range(3), "the disk is full"), causes)
-    assert isinstance(error, StorageError)
-    assert error.key == "a"
-
-
 class Unreachable:
     """A channel on which every rank reports, and none can be told the verdict."""
 
@@ -86,7 +79,7 @@ def test_ranks_that_cannot_be_told_are_one_warning(caplog: pytest.LogCaptureFixt
 
 def test_different_errors_are_listed_and_counted() -> None:
     failures = {rank: f"no {rank}" for rank in range(20)}
-    error = _failure("saving to /x", failures, [])
+    error = _failure("saving to /x", failures)
     assert isinstance(error, RanksError)
     assert error.failures == failures
     assert "saving to /x failed on 20 rank(s): rank 0: no 0; rank 1: no 1" in str(error)

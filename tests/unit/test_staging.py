@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.saving.sources import DevicePart
-from shardstore.saving.staging import HostPool, Staging
+from shardstore.saving.execute import HostPool, Staging
+from shardstore.saving.plan import DevicePart
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -32,7 +32,6 @@ def writes_of(count: int, size: int, pool: list[np.ndarray] | None = None) -> li
 def test_the_copy_does_not_follow_the_state() -> None:
     state: list[np.ndarray] = []
     staging = Staging(writes_of(5, 1000, state), pool=HostPool())
-    staging.start()
     for array in state:
         array[:] = 99
     assert [int(item.data()[0]) for item in staging.copies()] == [0, 1, 2, 3, 4]
@@ -47,7 +46,6 @@ def test_strides_and_data_types_keep_their_bits(dtype: type) -> None:
     view = whole[::2, ::-3]
     array = ArrayMeta("w", "w", Grid(view.shape, view.shape), name)
     staging = Staging([ChunkWrite(array, (0, 0, 0), view)], pool=HostPool())
-    staging.start()
     assert staging.copies()[0].data().tobytes() == view.tobytes()
     staging.close()
 
@@ -57,13 +55,13 @@ def test_memory_is_reused_and_given_back() -> None:
     places = set()
     for _ in range(3):
         staging = Staging(writes_of(4, 4096), pool=pool)
-        staging.start()
         places.add(staging.copies()[0].data().ctypes.data)
         staging.close()
     assert len(places) == 1
-    assert pool.kept_bytes == 4 * 4096
-    pool.clear()
-    assert pool.kept_bytes == 0
+    assert pool._free is not None
+    assert len(pool._free.memory) == 4 * 4096
+    pool.give_back(None)
+    assert pool._free is None
 
 
 @given(
@@ -76,14 +74,13 @@ def test_any_budget(sizes: list[int], budget: int, overlap: bool) -> None:
     state = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
     metas = [ArrayMeta(f"w{i}", f"w{i}", Grid((n,), (n,)), "uint8") for i, n in enumerate(sizes)]
     writes = [ChunkWrite(m, (0,), a) for m, a in zip(metas, state, strict=True)]
-    staging = Staging(writes, pool=HostPool(), budget_bytes=budget)
-    assert staging.arena_bytes <= max(budget, 64 * -(-max(sizes) // 64))
     found: list[bytes] = []
 
     def write(copies: Sequence[ChunkWrite]) -> None:
         found.extend(item.data().tobytes() for item in copies)
 
-    staging.start(write, overlap=overlap)
+    staging = Staging(writes, write, overlap=overlap, pool=HostPool(), budget_bytes=budget)
+    assert staging.arena_bytes <= max(budget, 64 * -(-max(sizes) // 64))
     write(staging.copies())
     staging.close()
     assert found == [a.tobytes() for a in state]
@@ -93,8 +90,7 @@ def test_an_error_of_the_writer_ends_the_copying() -> None:
     def refuse(_: object) -> None:
         raise OSError("disk full")
 
-    staging = Staging(writes_of(10, 1024), pool=HostPool(), budget_bytes=2048)
-    staging.start(refuse)
+    staging = Staging(writes_of(10, 1024), refuse, pool=HostPool(), budget_bytes=2048)
     assert staging.wait(0)  # the state may be changed
     with pytest.raises(OSError, match="disk full"):
         staging.copies()
@@ -108,8 +104,7 @@ def test_an_error_of_the_copier_reaches_who_waits_for_the_copy() -> None:
         raise ValueError("device lost")
 
     items[1] = ChunkWrite(items[1].array, (1,), broken)
-    staging = Staging(items, pool=HostPool())
-    staging.start(overlap=True)
+    staging = Staging(items, overlap=True, pool=HostPool())
     with pytest.raises(ValueError, match="device lost"):
         staging.copies()
     assert isinstance(staging.error, ValueError)
@@ -126,8 +121,7 @@ def test_a_copy_that_is_stopped_while_it_is_made() -> None:
 
     items = writes_of(3, 1024)
     items[0] = ChunkWrite(items[0].array, (0,), slow)
-    staging = Staging(items, pool=HostPool(), threads=1)
-    staging.start(overlap=True)
+    staging = Staging(items, overlap=True, pool=HostPool(), threads=1)
     assert begun.wait(30)
     assert not staging.wait(0)
     staging.fail(RuntimeError("aborted"))
@@ -138,16 +132,14 @@ def test_a_copy_that_is_stopped_while_it_is_made() -> None:
 
 
 def test_a_chunk_larger_than_the_budget_raises_it(caplog: pytest.LogCaptureFixture) -> None:
-    staging = Staging(writes_of(2, 4096), pool=HostPool(), budget_bytes=100)
+    staging = Staging(writes_of(2, 4096), lambda _: None, pool=HostPool(), budget_bytes=100)
     assert staging.arena_bytes == 4096
     assert "4096 bytes is larger than the staging budget of 100 bytes" in caplog.text
-    staging.start(lambda _: None)
     staging.close()
 
 
 def test_nothing_to_copy() -> None:
     staging = Staging([], pool=HostPool(), budget_bytes=10)
-    staging.start()
     assert staging.copies() == []
     staging.close()
 
@@ -157,7 +149,6 @@ def test_parts_of_host_tensors_as_device_parts_are_fetched() -> None:
     array = ArrayMeta("w", "w", Grid((4,), (4,)), "float32")
     item = ChunkWrite(array, (0,), DevicePart(torch.arange(8.0)[::2]))
     staging = Staging([item], pool=HostPool())
-    staging.start()
     assert staging.copies()[0].data().tolist() == [0, 2, 4, 6]
     staging.close()
 
@@ -178,13 +169,12 @@ def test_device_chunks_are_copied_behind_the_callers_stream(budget: int | None) 
         ChunkWrite(array, (i,), DevicePart(tensor[i * size // 4 : (i + 1) * size // 4]))
         for i in range(count)
     ]
-    staging = Staging(items, pool=HostPool(), budget_bytes=budget)
     seen: list[bool] = []
 
     def write(copies: Sequence[ChunkWrite]) -> None:
         seen.extend(bool((item.data() == 7).all()) for item in copies)
 
-    staging.start(write, overlap=True)
+    staging = Staging(items, write, overlap=True, pool=HostPool(), budget_bytes=budget)
     staging.wait(host=False)
     tensor.fill_(9)
     write(staging.copies())
