@@ -218,9 +218,7 @@ class FolderAttempt(Attempt):
 
     def _mark(self) -> None:
         with contextlib.suppress(StorageError):  # for example, the disk is full
-            if not self.location.is_dir(OWNER_NAME):
-                # Replace a FIFO or a link instead of writing into it.
-                self.location.delete(OWNER_NAME)
+            self.location.delete(OWNER_NAME)  # a FIFO or a link, which is not written into
             self.location.write(OWNER_NAME, _mark_of(self.id))
 
 

@@ -39,6 +39,8 @@ _CHUNK = re.compile(r"|c([./]\d+)*|\d+([./]\d+)*")
 """Name of a chunk below its array. The empty name stands for the empty folder of an array without
 chunks."""
 _DOCUMENT = re.compile(r"zarr\.json|\.zarray|\.zattrs")
+_ROOT_BELOW = re.compile(r"([^/]+)/(?:.+/zarr\.json|(?:.+/)?metadata\.json)", re.DOTALL)
+"""A document that shows that the first folder is a group or a checkpoint of its own."""
 _OBJECT = re.compile(r"shard_[\d._]*\.(pt|json)")
 
 
@@ -154,13 +156,7 @@ def own_names(
         CONFIG_NAME in names or DELETING in names or numbers(names, "clearing")
     ):
         arrays |= old
-    documents = [name for name in names if name.endswith(("/zarr.json", f"/{CONFIG_NAME}"))]
-    # A folder with documents in folders below it is a group or a checkpoint of its own.
-    foreign = {
-        name.partition("/")[0]
-        for name in documents
-        if name.count("/") > 1 or name.endswith(f"/{CONFIG_NAME}")
-    }
+    foreign = {found[1] for found in map(_ROOT_BELOW.fullmatch, names) if found is not None}
     foreign |= set(others) | (old - arrays)
     evident = died or not _OWN.isdisjoint(names)
 

@@ -257,8 +257,7 @@ def _root(merged: Merged, about: About, record: Mapping[str, Any], manifest_byte
         "commit": record,
         documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
     }
-    packed = [array.node for array in merged.arrays if array.is_packed]
-    if packed:
+    if packed := [array.node for array in merged.arrays if array.is_packed]:
         ours[documents.CHUNK_BYTES] = merged.manifest.chunk_bytes(packed)
     if not merged.array_documents:
         ours[documents.ARRAY_DOCUMENTS] = False

@@ -479,7 +479,7 @@ class Location:
                     os.unlink(target)
             return
         store = self.remote
-        store.delete(store.walk(name) or ([name] if name and store.exists(name) else []))
+        store.delete(store.walk(name))
 
     def is_link(self, name: str) -> bool:
         """Return whether a name is a symbolic link."""

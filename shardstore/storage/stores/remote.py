@@ -263,9 +263,9 @@ class RemoteStore:
         path, found = self._path(name), []
         with suppress(FileNotFoundError), self.errors("listing", name, absent=True):
             if hasattr(self.fs, "_lsdir"):  # the ls() of s3fs lists the parent of an empty folder
-                found = [about["name"] for about in self.call("lsdir", path, refresh=True)]
+                found = [about["name"] for about in self.call("lsdir", path)]
             else:
-                found = self.call("ls", path, detail=False, refresh=True)
+                found = self.call("ls", path, detail=False)
         # A listing may include the folder itself, or a document of the same name.
         below = {entry.rstrip("/") for entry in found} - {path, path.lstrip("/")}
         return sorted({entry.rsplit("/", 1)[-1] for entry in below})
@@ -401,7 +401,6 @@ class RemoteStore:
         """Call a method of the file system that transfers ``size`` bytes. Asynchronous file systems
         have a deadline."""
         if not isinstance(self.fs, AsyncFileSystem):
-            kwargs.pop("refresh", None)
             if method in _FROM_LISTINGS:
                 self.fs.invalidate_cache()  # others may have written since the cached listing
             return getattr(self.fs, method)(*args, **kwargs)
