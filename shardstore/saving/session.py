@@ -34,12 +34,12 @@ from shardstore.saving.staging import Staging
 from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.base import BaseChunks, read_base, reusing
+from shardstore.storage.commit.base import BaseChunks, ReusingMover, read_base, reusing
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports, write_documents
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
-from shardstore.storage.movers.chunks import ChunkWrite, Writer
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, shown
@@ -318,7 +318,7 @@ class SaveSession:
         return layouts
 
     @cached_property
-    def mover(self) -> Writer:
+    def mover(self) -> Mover | ReusingMover:
         """The writer of chunks; it reuses chunks of the base, if one was given."""
         mover = Mover(self.attempt.location, self.options, self.attempt)
         if self.base is None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardstore.errors import (
     CheckpointExistsError,
     ChunkMissingError,
-    DamagedCheckpointError,
     DTypeMismatchError,
     FormatVersionError,
     MissingKeyError,
     NotACheckpointError,
     StorageError,
+    damaged,
 )
 from shardstore.storage.commit.identity import ATTEMPTS, instead, is_committed
 from shardstore.storage.format.documents import (
@@ -212,13 +212,11 @@ class StoredCheckpoint:
             self.require_unchanged()
             if not self.location.exists(CONFIG_NAME):
                 raise self._replaced()  # deleted since it was read
-            url = f"{self.location.url}/zarr.json"
-            raise DamagedCheckpointError(
-                f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
-                f"is ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in "
-                "an object store also by a save) that was interrupted or still runs; load an "
-                "earlier one",
-                url=url,
+            raise damaged(
+                f"{self.location.url}/zarr.json",
+                f"{found} a checkpoint whose {CONFIG_NAME} says that it is ours (backend {LAYOUT}):"
+                " the checkpoint is damaged, perhaps by a deletion (in an object store also by a "
+                "save) that was interrupted or still runs",
             )
 
     @unlocked_property
@@ -239,10 +237,9 @@ class StoredCheckpoint:
                 arrays = by_key(list(self._listed_arrays(root)), self.location.url)
         nodes = {meta.node for meta in arrays.values()}
         if root is not None and (lost := sorted(set(root.chunk_sums) - nodes)):
-            more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+            shown = ", ".join(lost[:SHOWN])
             raise root.damaged(
-                f"has checksums of {len(lost)} array(s) that it does not describe: "
-                f"{', '.join(lost[:SHOWN])}{more}"
+                f"has checksums of {len(lost)} array(s) that it lacks, such as {shown}"
             )
         if root is not None and not root.is_rewritten:
             for meta in arrays.values():
@@ -303,7 +300,7 @@ class StoredCheckpoint:
             return
         from shardstore.storage.format.manifest import content_digest
 
-        sums = manifest.chunk_sums()
+        sums = manifest.by_node(manifest.crc)
         differing = [
             meta.key
             for meta in metas
@@ -314,15 +311,10 @@ class StoredCheckpoint:
         if content is not None and content != content_digest(metas, manifest):
             differing = differing or ["the digest commit.content"]
         if differing:
-            names = ["zarr.json", MANIFEST_NAME]
-            url, other = (
-                f"{self.location.url}/{name}" for name in sorted(names, reverse=not root.is_summed)
-            )
-            raise DamagedCheckpointError(
-                f"{url} disagrees with {other} about {', '.join(differing[:SHOWN])}: one of them "
-                "is damaged; load an earlier checkpoint",
-                url=url,
-            )
+            names = sorted(["zarr.json", MANIFEST_NAME], reverse=not root.is_summed)
+            url, other = (f"{self.location.url}/{name}" for name in names)
+            about = ", ".join(differing[:SHOWN])
+            raise damaged(url, f"disagrees with {other} about {about}: one of them is damaged")
 
     @unlocked_property
     def manifest(self) -> Manifest | None:
@@ -441,8 +433,7 @@ class StoredCheckpoint:
                 f"is not the file that was committed (crc32c {found:08x}, in the commit "
                 f"{known:08x}): it was damaged, or overwritten by an abandoned save"
             )
-        url = f"{self.location.url}/{name}"
-        raise DamagedCheckpointError(f"{url} {what}; load an earlier checkpoint", url=url)
+        raise damaged(f"{self.location.url}/{name}", what)
 
     def object_files(self) -> list[str]:
         """Return the names of all files of sharded objects, as ``NODE/FILE``.

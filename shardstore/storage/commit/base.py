@@ -30,10 +30,10 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.movers.chunk_bytes import pieces
-from shardstore.storage.movers.chunks import ChunkWrite, Writer
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.mover import check_chunk
+from shardstore.storage.movers.mover import Mover, check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -124,12 +124,12 @@ class BaseChunks:
 
 
 def reusing(
-    mover: Writer,
+    mover: Mover,
     base: BaseChunks,
     attempt: Attempt,
     manifest: RankManifest,
     options: SaveOptions,
-) -> Writer:
+) -> Mover | ReusingMover:
     """Return a mover that writes only chunks that the base lacks; ``mover`` if none can be reused.
 
     Args:
@@ -153,9 +153,9 @@ def reusing(
 
 @dataclass
 class ReusingMover:
-    """Writer that reuses chunks, see :func:`reusing`. ``adopter`` links or copies base objects."""
+    """Mover that reuses chunks, see :func:`reusing`. ``adopter`` links or copies base objects."""
 
-    mover: Writer
+    mover: Mover
     base: BaseChunks
     adopter: Adopter
     manifest: RankManifest
@@ -165,7 +165,7 @@ class ReusingMover:
     def write(
         self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
     ) -> None:
-        """See :meth:`Writer.write`."""
+        """See :meth:`Mover.write`."""
         rest: list[ChunkWrite] = []
         taken: list[tuple[ChunkWrite, ChunkRecord]] = []
         # The budget limits the number of chunks in memory.

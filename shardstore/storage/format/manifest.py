@@ -271,18 +271,12 @@ class Manifest:
         rows = self.rows(meta)
         return None if rows is None else int(rows.rank[meta.grid.linear(index)])
 
-    def chunk_sums(self) -> dict[str, str]:
-        """Return node -> base64 of the crc32c of its chunks in order, as little-endian uint32. The
-        commit contains them."""
-        return self._by_node(self.crc, self._places)
-
-    def chunk_bytes(self, nodes: Iterable[str]) -> dict[str, str]:
-        """Return the same for the stored size of each chunk of some arrays."""
-        return self._by_node(self.stored, nodes)
-
-    def _by_node(self, column: NDArray[Any], nodes: Iterable[str]) -> dict[str, str]:
+    def by_node(self, column: NDArray[Any], nodes: Iterable[str] | None = None) -> dict[str, str]:
+        """Return the parts of a column in the form that the commit contains: node -> base64 of the
+        values of its chunks in order, as little-endian uint32; of all nodes by default."""
         numbers = column.astype("<u4")
-        texts = {node: b64encode(numbers[self._places[node][0]].tobytes()) for node in nodes}
+        wanted = self._places if nodes is None else nodes
+        texts = {node: b64encode(numbers[self._places[node][0]].tobytes()) for node in wanted}
         return {node: text.decode() for node, text in texts.items()}
 
     def without(self, nodes: set[str]) -> Manifest:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from urllib.parse import unquote
 
-from shardstore.errors import DamagedCheckpointError, KeyNameError
+from shardstore.errors import KeyNameError, damaged
 
 MAX_NAME_BYTES = 200
 CONFIG_NAME = "metadata.json"
@@ -109,11 +109,8 @@ def require_inside(name: object, url: str) -> str:
         DamagedCheckpointError: the name leads out of the checkpoint.
     """
     if not isinstance(name, str) or not is_inside(name):
-        raise DamagedCheckpointError(
-            f"{url} names {name!r}, which is outside of the checkpoint: it is damaged, or was not "
-            "written by a checkpointing program; load an earlier checkpoint",
-            url=url,
-        )
+        wrong = f"names {name!r}, which is outside of the checkpoint: it is damaged, or was not"
+        raise damaged(url, f"{wrong} written by a checkpointing program")
     return name
 
 

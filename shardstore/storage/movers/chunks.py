@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.format.manifest import ChunkRecord
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
@@ -150,12 +149,3 @@ def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator
             grid.linear(index),
             common.shape == grid.chunk_shape,
         )
-
-
-class Writer(Protocol):
-    """Writes chunks to one location."""
-
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """See :meth:`Mover.write`."""

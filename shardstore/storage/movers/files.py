@@ -13,6 +13,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import FileIO
 from itertools import repeat
 from typing import Any
 
@@ -127,30 +128,27 @@ def write_file(
         content: lists of buffers in order, each valid until the next one is requested.
         durable: start the writeback of a large file.
     """
-    fd, size = _create(path), 0
-    try:
+    size = 0
+    with _create(path) as file:  # some file systems report write errors when it is closed
         for parts in content:
             for part in parts:
                 view = memoryview(part)
                 size += len(view)
                 while view:  # a disk that fills up writes a part first, and then refuses
-                    view = view[os.write(fd, view) :]
+                    view = view[file.write(view) :]
         if durable and size >= WRITEBACK_FROM:
-            start_writeback(fd)
-    finally:
-        os.close(fd)  # some file systems report write errors here
+            start_writeback(file.fileno())
 
 
 def start_writeback(fd: int) -> None:
     """Start writing an open file's pages to the disk and do not wait (man-pages
-    sync_file_range(2)). Do nothing outside of Linux.
+    sync_file_range(2)).
 
     The sync at the end then has little left to write. That sync makes the files durable and reports
     errors.
     """
-    if hasattr(_libc, "sync_file_range"):
-        start, size = ctypes.c_int64(0), ctypes.c_int64(0)
-        _libc.sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)
+    start, size = ctypes.c_int64(0), ctypes.c_int64(0)
+    _libc.sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)
 
 
 def sync_file_system(location: Location) -> None:
@@ -165,21 +163,19 @@ def sync_file_system(location: Location) -> None:
     with store_errors("syncing", location.url):
         fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if not hasattr(_libc, "syncfs"):
-                os.sync()
-            elif _libc.syncfs(fd) != 0:
+            if _libc.syncfs(fd) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), location.url)
         finally:
             os.close(fd)
 
 
-def _create(path: str) -> int:
+def _create(path: str) -> FileIO:
     # Never write into an existing file: it may be a hard link to a chunk of another checkpoint.
     # Ranks that wrongly share a chunk do this at the same time; the commit tells them so.
     while True:
         try:
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            return FileIO(path, "x")
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

@@ -58,7 +58,7 @@ def write_objects(
     attempt: Attempt | None,
 ) -> None:
     """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
-    transfers alone."""
+    transfers alone. Without an attempt, objects of the same names are replaced."""
     lock = threading.Lock()
     for item in writes:
         if (size := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
@@ -71,15 +71,6 @@ def write_objects(
                 url=f"{location.url}/{item.name}",
             )
 
-    def require_own() -> None:
-        """Raise unless this save may replace an object in its way."""
-        if attempt is None:
-            raise StorageError(
-                f"{location.url}: the object exists already, with other content; save elsewhere",
-                url=location.url,
-            )
-        attempt.check()
-
     def request(io: ObjectIO, item: ChunkWrite) -> _Request:
         packing = _stored_bytes(item.array) if item.array.is_packed else 0
         yield _held_bytes(item), packing, item.array.chunk_bytes
@@ -88,7 +79,7 @@ def write_objects(
         is_new = io.begin_put(item.name, parts, create=True)
         yield None
         if not is_new():
-            settle(io, location, item.name, parts, require_own)
+            settle(io, location, item.name, parts, attempt.check if attempt else lambda: None)
         counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
         with lock:
             done(item, chunk.record)
@@ -170,7 +161,7 @@ def _each(
             if not budget.take(held + starting, size, may_wait=may_wait):
                 return None
             next(steps)
-            budget.shrink(held + starting, held, size)
+            budget.give(held + starting, size, left=held)
 
         def finish() -> None:
             with about(item):
@@ -237,15 +228,12 @@ class _Budget:
                 self._changed.wait()
             raise self._error
 
-    def shrink(self, held: int, left: int, size: int) -> None:
-        """Release a part of the memory of an object: it needs ``left`` bytes from now on."""
-        with self._changed:
-            self._free += self._of(held, size)[0] - self._of(left, size)[0]
-            self._changed.notify_all()
-
-    def give(self, held: int, size: int) -> None:
-        """Release the room of an object."""
+    def give(self, held: int, size: int, *, left: int | None = None) -> None:
+        """Release the room of an object; with ``left``, a part of it: the object needs ``left``
+        bytes of memory from now on."""
         memory, large = self._of(held, size)
+        if left is not None:
+            memory, large = memory - self._of(left, size)[0], 0
         with self._changed:
             self._free += memory
             self._large += large
