@@ -22,8 +22,6 @@ from shardstore.errors import (
 )
 from shardstore.storage.commit.identity import ATTEMPTS, instead, is_committed
 from shardstore.storage.format.documents import (
-    CHUNK_BYTES,
-    CHUNK_SUMS,
     ArrayMeta,
     Refused,
     RootDocument,
@@ -32,7 +30,6 @@ from shardstore.storage.format.documents import (
     parse_array,
     parse_root,
     parse_v2_array,
-    root_document,
 )
 from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
@@ -371,10 +368,7 @@ class StoredCheckpoint:
         for node in doomed:
             self.location.require_no_link_to(node)
         if self.root is not None and listed:
-            nodes = {meta.node for meta in self.arrays.values()} - listed
-            kept = [(node, self.root.texts[node].decode()) for node in nodes & set(self.root.texts)]
-            root = root_document(kept, self._attributes_without(listed))
-            self.location.replace("zarr.json", root)
+            self.location.replace("zarr.json", self.root.without(listed))
         self._delete_arrays(sorted(doomed))
         if manifest is not None and doomed:
             self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
@@ -396,18 +390,6 @@ class StoredCheckpoint:
         for node in nodes:
             if node in links or not location.walk(node):
                 location.delete(node)
-
-    def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
-        """Return the attributes of the root group without the checksums of some arrays."""
-        assert self.root is not None
-        about = dict(self.root.about)
-        columns = {CHUNK_SUMS: self.root.chunk_sums, CHUNK_BYTES: self.root.chunk_bytes}
-        for name in columns.keys() & about:
-            about[name] = {n: text for n, text in columns[name].items() if n not in nodes}
-        if self.root.commit:
-            # The digest covers all arrays and does not fit the remaining ones.
-            about["commit"] = {n: v for n, v in self.root.commit.items() if n != "content"}
-        return {**self.root.attributes, **({"shardstore": about} if about else {})}
 
     def check_file(self, name: str, data: bytes | None) -> bool:
         """Compare the content of a file other than a chunk with its checksum in the commit.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from binascii import a2b_base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -244,17 +244,13 @@ def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, An
         ',"consolidated_metadata":{"kind":"inline","must_understand":false,'
         f'"metadata":{{{metadata}}}}}}}'
     )
-    if not _dict_of(attributes, "shardstore"):
-        return _OPENING + f"{_dumps(attributes)[1:]}{behind}".encode()
-    ours = {name: value for name, value in attributes["shardstore"].items() if name != ROOT_SUM}
-    others = {name: value for name, value in attributes.items() if name != "shardstore"}
-    rest = f'"{_members_behind(ours)}{_members_behind(others)}{behind}'.encode()
-    return b"%s%08x%s" % (_SUMMED, crc32c(rest, 0), rest)
-
-
-def _members_behind(members: Mapping[str, Any]) -> str:
-    """Return the rest of a JSON object that has one member already."""
-    return f",{_dumps(members)[1:]}" if members else "}"
+    if ours := _dict_of(attributes, "shardstore"):
+        # Both come first; the checksum replaces the zeros.
+        first = {"shardstore": {ROOT_SUM: "", **ours} | {ROOT_SUM: "0" * 8}}
+        attributes = {**first, **attributes, **first}
+    text = _OPENING + f"{_dumps(attributes)[1:]}{behind}".encode()
+    rest = text[_SUM_END:]
+    return b"%s%08x%s" % (_SUMMED, crc32c(rest, 0), rest) if ours else text
 
 
 Length = Annotated[int, msgspec.Meta(ge=0)]
@@ -582,6 +578,18 @@ class RootDocument:
                 what = "a group" if meta is None else "unknown codecs"
                 raise self.damaged(no_save.format(node, what))
         return by_key(found, self.url)
+
+    def without(self, nodes: Collection[str]) -> bytes:
+        """Return the document without some arrays and their checksums."""
+        about = dict(self.about)
+        for name, column in ((CHUNK_SUMS, self.chunk_sums), (CHUNK_BYTES, self.chunk_bytes)):
+            if name in about:
+                about[name] = {node: text for node, text in column.items() if node not in nodes}
+        if self.commit:
+            # The digest covers all arrays and does not fit the remaining ones.
+            about["commit"] = {n: v for n, v in self.commit.items() if n != "content"}
+        kept = [(node, text.decode()) for node, text in self.texts.items() if node not in nodes]
+        return root_document(kept, self.attributes | ({"shardstore": about} if about else {}))
 
     def damaged(self, what: str) -> DamagedCheckpointError:
         """Return the error for a damaged or changed root document.
