@@ -173,9 +173,9 @@ class RankManifest:
         rows["array"] = np.array(numbers, np.int64)[rows["array"]]
         self.rows += rows.tobytes()
         self.running += other.running
-        nothing = RankManifest(other.rank)
-        alone = {name: getattr(nothing, name) for name in _JOINED}
-        self.others += other.others or [replace(other, **alone)]
+        self.others += other.others or [
+            replace(other, keys={}, summaries=[], created={}, rows=bytearray(), running=array("I"))
+        ]
 
     def to_bytes(self) -> bytes:
         """Return the serialised report for the coordinator, see :meth:`from_bytes`."""
@@ -330,7 +330,6 @@ class Manifest:
         return manifest
 
 
-_JOINED = ("keys", "summaries", "created", "rows", "running")
 _COLUMNS = {
     "stored": ("stored_bytes", "u8"),
     "crc": ("crc32c", "u4"),

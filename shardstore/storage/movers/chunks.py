@@ -113,8 +113,7 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
     """Split a region along the chunk grid."""
     array, out = read.array, read.out
     cutting = array.grid, array.zarr_format, array.separator, read.box
-    cuts = _few_cuts(*cutting)
-    for index, within, where, key, number, whole in _cuts(*cutting) if cuts is None else cuts:
+    for index, within, where, key, number, whole in _few_cuts(*cutting) or _cuts(*cutting):
         target = out if where is None else out[where]
         yield ChunkPart(array, index, within, target, key, number, whole)
 

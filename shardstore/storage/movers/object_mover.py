@@ -60,20 +60,16 @@ def write_objects(
     """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
     transfers alone. Without an attempt, objects of the same names are replaced."""
     lock = threading.Lock()
-    for item in writes:
-        if (size := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
-            raise StorageError(
-                f"chunk {item.index} of key {item.array.key!r} has {size} bytes, and one request "
-                f"takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the default "
-                "strategy ('zarr', 2) does",
-                key=item.array.key,
-                chunk=item.index,
-                url=f"{location.url}/{item.name}",
-            )
 
     def request(io: ObjectIO, item: ChunkWrite) -> _Request:
-        packing = _stored_bytes(item.array) if item.array.is_packed else 0
-        yield _held_bytes(item), packing, item.array.chunk_bytes
+        if (stored := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
+            url = f"{location.url}/{item.name}"
+            raise StorageError(
+                f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
+                "in smaller chunks, as the default strategy ('zarr', 2) does",
+                url=url,
+            )
+        yield _held_bytes(item), stored if item.array.is_packed else 0, item.array.chunk_bytes
         chunk = EncodedChunk(item.array, item.data())
         (parts,) = chunk
         is_new = io.begin_put(item.name, parts, create=True)
