@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardstore.errors import (
     CheckpointExistsError,
     ChunkMissingError,
+    DamagedCheckpointError,
     DTypeMismatchError,
     FormatVersionError,
     MissingKeyError,
@@ -209,11 +210,13 @@ class StoredCheckpoint:
             self.require_unchanged()
             if not self.location.exists(CONFIG_NAME):
                 raise self._replaced()  # deleted since it was read
-            raise damaged(
-                f"{self.location.url}/zarr.json",
-                f"{found} a checkpoint whose {CONFIG_NAME} says that it is ours (backend {LAYOUT}):"
-                " the checkpoint is damaged, perhaps by a deletion (in an object store also by a "
-                "save) that was interrupted or still runs",
+            url = f"{self.location.url}/zarr.json"
+            raise DamagedCheckpointError(
+                f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
+                f"is ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in "
+                "an object store also by a save) that was interrupted or still runs; load an "
+                "earlier one",
+                url=url,
             )
 
     @unlocked_property

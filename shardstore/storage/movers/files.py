@@ -26,16 +26,10 @@ from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.checksums import read_chunk
 from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
-from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
+from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.movers.verify import (
-    MISSING,
-    ChunkVerifier,
-    Problem,
-    chunk_error,
-    size_problem,
-)
+from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, open_regular, store_errors
 
@@ -101,9 +95,11 @@ def read_files(
             read = read_at_once(path, array, crc, part.out) if part.is_whole else 0
             if not read:
                 with store_errors("reading", path, key=array.key):
-                    read, problem = read_file(path, ChunkVerifier.of(part, manifest), part)
-                if problem is not None:
-                    raise chunk_error(array, part.index, path, problem, manifest)
+                    verifier = ChunkVerifier.of(part, manifest)
+                    try:
+                        read = read_file(path, verifier, part)
+                    except BadChunkError as problem:
+                        raise chunk_error(array, part.index, path, problem, manifest) from None
             size += read
             if done is not None:
                 done(part.out.nbytes, 1)
@@ -216,10 +212,8 @@ def read_at_once(
     return array.chunk_bytes + CRC_BYTES if is_intact else 0
 
 
-def read_file(
-    path: str, verifier: ChunkVerifier, part: ChunkPart | None = None
-) -> tuple[int, Problem | None]:
-    """Read the bytes of a chunk's file that a verifier takes.
+def read_file(path: str, verifier: ChunkVerifier, part: ChunkPart | None = None) -> int:
+    """Read the bytes of a chunk's file that a verifier takes, and return their number.
 
     Args:
         path: path of the file.
@@ -227,20 +221,18 @@ def read_file(
         part: receives its elements, those of an uncompressed chunk before they are verified;
             ``None``: they are discarded.
 
-    Returns:
-        Number of bytes read, and the problem; ``None`` if the chunk is intact.
+    Raises:
+        BadChunkError: the chunk is missing or damaged.
     """
     try:
         fd = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
-        return 0, MISSING
+        raise BadChunkError("missing", "is missing") from None
     except (IsADirectoryError, DamagedCheckpointError):
-        return 0, Problem("unreadable", "cannot be read: it is no regular file")
+        raise BadChunkError("unreadable", "cannot be read: it is no regular file") from None
     array = verifier.array
     try:
-        size = os.fstat(fd).st_size
-        if (problem := size_problem(array, verifier.number, size)) is not None:
-            return 0, problem
+        require_stored_size(array, verifier.number, os.fstat(fd).st_size)
         views = None if part is None or array.is_packed else _targets(part, verifier)
         for view in views or repeat(scratch(IO_BYTES).data):
             got = _fill(fd, view, verifier.first + verifier.count)
@@ -249,10 +241,10 @@ def read_file(
                 break
     finally:
         os.close(fd)
-    problem = verifier.finish()
-    if part is not None and problem is None and verifier.chunk is not None:
+    verifier.finish()
+    if part is not None and verifier.chunk is not None:
         verifier.scatter(part, verifier.chunk)
-    return verifier.count, problem
+    return verifier.count
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> int:

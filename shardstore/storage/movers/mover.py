@@ -14,9 +14,9 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.chunk_bytes import as_bytes, whole_chunk
 from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead, chunk_parts
-from shardstore.storage.movers.codecs import most_stored_bytes
+from shardstore.storage.movers.codecs import BadChunkError, most_stored_bytes
 from shardstore.storage.movers.files import read_at_once, read_file, read_files, write_files
-from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem
+from shardstore.storage.movers.verify import ChunkVerifier
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -87,7 +87,7 @@ def check_chunk(
     manifest: Manifest | None,
     *,
     hashes: bool = False,
-) -> tuple[int, Problem | None]:
+) -> tuple[int, BadChunkError | None]:
     """Verify one chunk and discard its data. Several threads may call it.
 
     Args:
@@ -118,17 +118,20 @@ def check_chunk(
         elif not hashes and (size := read_at_once(f"{location.url}/{name}", array, crc)):
             return size, None
         else:
-            return read_file(f"{location.url}/{name}", verifier)
+            return read_file(f"{location.url}/{name}", verifier), None
+        if data is None:
+            raise FileNotFoundError(name)
+        verifier.update(memoryview(data))
+        verifier.finish()
+        return verifier.count, None
+    except BadChunkError as problem:
+        return verifier.count, problem
     except FileNotFoundError:
-        return 0, MISSING
+        return 0, BadChunkError("missing", "is missing")
     except DamagedCheckpointError as error:
-        return 0, Problem("crc", f"cannot be decoded: {_first_line(error)}")
+        return 0, BadChunkError("crc", f"cannot be decoded: {_first_line(error)}")
     except OSError as error:
-        return 0, Problem("unreadable", f"cannot be read: {_first_line(error)}")
-    if data is None:
-        return 0, MISSING
-    verifier.update(memoryview(data))
-    return verifier.count, verifier.finish()
+        return 0, BadChunkError("unreadable", f"cannot be read: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

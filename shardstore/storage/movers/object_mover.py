@@ -22,12 +22,13 @@ from shardstore.storage.movers.chunk_bytes import lies_as_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
 from shardstore.storage.movers.codecs import (
     CRC_BYTES,
+    BadChunkError,
     EncodedChunk,
     most_stored_bytes,
     stored_bytes,
 )
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem, chunk_error
+from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import (
@@ -108,13 +109,14 @@ def read_objects(
         yield None
         data = get()
         del get  # frees TensorStore's copy
-        problem: Problem | None = MISSING
-        if data is not None:
+        try:
+            if data is None:
+                raise BadChunkError("missing", "is missing")
             verifier.update(memoryview(data))
-            problem = verifier.finish()
-        if data is None or problem is not None:
+            verifier.finish()
+        except BadChunkError as problem:
             url = f"{location.url}/{key}"
-            raise chunk_error(array, part.index, url, problem or MISSING, manifest)
+            raise chunk_error(array, part.index, url, problem, manifest) from None
         verifier.scatter(part, verifier.chunk or data)
         counters.add(bytes_read=len(data), chunks_read=1)
         del data, verifier

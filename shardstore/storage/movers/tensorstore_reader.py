@@ -18,9 +18,10 @@ from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
+from shardstore.storage.movers.codecs import BadChunkError
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import in_rounds
-from shardstore.storage.movers.verify import MISSING, Problem, chunk_error
+from shardstore.storage.movers.verify import chunk_error
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
 from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
@@ -137,7 +138,9 @@ def _explained(
     for index in array.grid.overlapping(read.box) if missing or damaged else ():
         name = array.chunk_key(index)
         if f'/{array.node}/{name}"' in text:
-            problem = MISSING if missing else Problem("crc", f"is damaged ({text})")
+            problem = BadChunkError("crc", f"is damaged ({text})")
+            if missing:
+                problem = BadChunkError("missing", "is missing")
             return chunk_error(array, index, f"{above}/{name}", problem, manifest)
     return StorageError(
         f"reading key {array.key!r} from {above} failed: {text}", key=array.key, url=above
