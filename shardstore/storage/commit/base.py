@@ -30,7 +30,7 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.movers.chunk_bytes import pieces
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover, check_chunk
@@ -162,9 +162,7 @@ class ReusingMover:
     options: SaveOptions
     _hashing: threading.Semaphore = field(init=False)
 
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
         """See :meth:`Mover.write`."""
         rest: list[ChunkWrite] = []
         taken: list[tuple[ChunkWrite, ChunkRecord]] = []

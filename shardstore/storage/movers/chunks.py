@@ -17,10 +17,15 @@ from numpy.typing import NDArray
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.format.manifest import ChunkRecord, Manifest
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
 
+WriteDone = Callable[["ChunkWrite", ChunkRecord], None]
+"""Callback that receives each written chunk."""
+GetManifest = Callable[[], Manifest | None]
+"""Function that returns the manifest of a checkpoint, which few reads need."""
 ReadDone = Callable[[int, int], None]
 """Callback that receives the number of bytes that reached their destination, and of how many
 chunks they are."""

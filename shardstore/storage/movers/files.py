@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
 from itertools import repeat
 from typing import Any
@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format.documents import CRC32C, ArrayMeta
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.checksums import read_chunk
 from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
-from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -46,10 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def write_files(
-    location: Location,
-    writes: Sequence[ChunkWrite],
-    done: Callable[[ChunkWrite, ChunkRecord], None],
-    options: SaveOptions,
+    location: Location, writes: Sequence[ChunkWrite], done: WriteDone, options: SaveOptions
 ) -> None:
     """Write chunks to a folder, see :meth:`Mover.write`. If a sync follows (``durable``), the
     writeback to the disk starts at once."""
@@ -80,7 +76,7 @@ def write_files(
 def read_files(
     location: Location,
     parts: Sequence[ChunkPart],
-    manifest: Callable[[], Manifest | None],
+    manifest: GetManifest,
     done: ReadDone | None,
     options: SaveOptions,
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,16 @@ from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
+from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.chunk_bytes import as_bytes, whole_chunk
-from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead, chunk_parts
+from shardstore.storage.movers.chunks import (
+    ChunkWrite,
+    GetManifest,
+    ReadDone,
+    RegionRead,
+    WriteDone,
+    chunk_parts,
+)
 from shardstore.storage.movers.codecs import BadChunkError, most_stored_bytes
 from shardstore.storage.movers.files import read_at_once, read_file, read_files, write_files
 from shardstore.storage.movers.verify import ChunkVerifier
@@ -36,9 +43,7 @@ class Mover:
     options: SaveOptions = SaveOptions()  # noqa: RUF009 (frozen)
     attempt: Attempt | None = None
 
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
         """Write whole chunks. Call ``done`` for each chunk, from any thread, one call at a time.
 
         Raises:
@@ -55,7 +60,7 @@ class Mover:
     def read(
         self,
         reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None] = lambda: None,
+        manifest: GetManifest = lambda: None,
         done: ReadDone | None = None,
     ) -> None:
         """Read regions into their destinations and verify every byte that has a checksum. Call

@@ -17,9 +17,8 @@ from shardstore.errors import StorageError
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk
-from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.codecs import (
     CRC_BYTES,
     BadChunkError,
@@ -54,7 +53,7 @@ CONNECTION_BYTES = 512 * 1024
 def write_objects(
     location: Location,
     writes: Sequence[ChunkWrite],
-    done: Callable[[ChunkWrite, ChunkRecord], None],
+    done: WriteDone,
     options: SaveOptions,
     attempt: Attempt | None,
 ) -> None:
@@ -87,7 +86,7 @@ def write_objects(
 def read_objects(
     location: Location,
     parts: Sequence[ChunkPart],
-    manifest: Callable[[], Manifest | None],
+    manifest: GetManifest,
     done: ReadDone | None,
     options: SaveOptions,
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -16,8 +16,7 @@ import tensorstore as ts
 from shardstore.errors import FormatVersionError, StorageError
 from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.manifest import Manifest
-from shardstore.storage.movers.chunks import ReadDone, RegionRead
+from shardstore.storage.movers.chunks import GetManifest, ReadDone, RegionRead
 from shardstore.storage.movers.codecs import BadChunkError
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import in_rounds
@@ -89,7 +88,7 @@ def open_array(
 def read_decoded(
     location: Location,
     reads: Sequence[RegionRead],
-    manifest: Callable[[], Manifest | None] = lambda: None,
+    manifest: GetManifest = lambda: None,
     done: ReadDone | None = None,
     *,
     fill_missing: bool = False,
@@ -128,9 +127,7 @@ def read_decoded(
                 done(read.out.nbytes, touched)
 
 
-def _explained(
-    location: Location, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
-) -> Exception:
+def _explained(location: Location, read: RegionRead, text: str, manifest: GetManifest) -> Exception:
     """Return the error for a failed read. The name of the failed file and the reason are in
     TensorStore's error text only."""
     array, above = read.array, f"{location.url}/{read.array.node}"

@@ -6,7 +6,7 @@ Every read of a chunk in steps, from a file or an object, for a load or a verifi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,10 +16,9 @@ import xxhash
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import block_bytes
-from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.checksums import Sums, crc32c
 from shardstore.storage.movers.chunk_bytes import span, view_in_chunk
-from shardstore.storage.movers.chunks import ChunkPart
+from shardstore.storage.movers.chunks import ChunkPart, GetManifest
 from shardstore.storage.movers.codecs import (
     CRC,
     CRC_BYTES,
@@ -71,7 +70,7 @@ class ChunkVerifier:
         self._rest = bytearray()
 
     @classmethod
-    def of(cls, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> ChunkVerifier:
+    def of(cls, part: ChunkPart, manifest: GetManifest) -> ChunkVerifier:
         """Return the verifier of the bytes to read for ``part``: the blocks that it overlaps if the
         manifest has their checksums, else the whole chunk. Call ``manifest`` only if the result
         needs it."""
@@ -163,11 +162,7 @@ def require_stored_size(array: ArrayMeta, number: int, found: int) -> None:
 
 
 def chunk_error(
-    array: ArrayMeta,
-    index: Sequence[int],
-    url: str,
-    problem: BadChunkError,
-    manifest: Callable[[], Manifest | None],
+    array: ArrayMeta, index: Sequence[int], url: str, problem: BadChunkError, manifest: GetManifest
 ) -> ChunkMissingError | ChunkCorruptError:
     """Return the error for a chunk that cannot be read. The error names the rank that wrote the
     chunk, if the manifest has it."""
