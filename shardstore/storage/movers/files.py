@@ -175,7 +175,7 @@ def _create(path: str) -> FileIO:
             # mkdir creates one level only: it must not recreate the folder of an attempt that
             # another process has removed.
             with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.dirname(path))
+                os.mkdir(path.rpartition("/")[0])
 
 
 def read_at_once(
@@ -203,9 +203,10 @@ def read_at_once(
             target = as_bytes(out)
         else:
             return 0
-    found = read_chunk(path, array.chunk_bytes, target)
+    size = array.chunk_bytes if out is None else out.nbytes
+    found = read_chunk(path, size, target)
     is_intact = found is not None and found[0] == found[1] and crc in (None, found[0])
-    return array.chunk_bytes + CRC_BYTES if is_intact else 0
+    return size + CRC_BYTES if is_intact else 0
 
 
 def read_file(path: str, verifier: ChunkVerifier, part: ChunkPart | None = None) -> int:
