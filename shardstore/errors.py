@@ -136,6 +136,12 @@ class DamagedCheckpointError(CheckpointingException, OSError):
     """Stored data is missing or differs from what was written."""
 
 
+def damaged(url: str, what: str) -> DamagedCheckpointError:
+    """Return the error for a damaged file or document. ``what`` is the predicate of a sentence
+    whose subject is ``url``."""
+    return DamagedCheckpointError(f"{url} {what}; load an earlier checkpoint", url=url)
+
+
 class ChunkMissingError(DamagedCheckpointError, FileNotFoundError):
     """A chunk of a committed checkpoint is missing."""
 

@@ -39,7 +39,7 @@ from shardstore.storage.commit.publish import About, Files, commit, merge_report
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
-from shardstore.storage.movers.chunks import ChunkWrite, Writer
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, shown
@@ -316,7 +316,7 @@ class SaveSession:
         return result
 
     @cached_property
-    def mover(self) -> Writer:
+    def mover(self) -> Mover | ReusingMover:
         """The writer of chunks; it reuses chunks of the base, if one was given."""
         mover = Mover(self.attempt.location, self.options, self.attempt)
         if self.base is None:

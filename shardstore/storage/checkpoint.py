@@ -19,11 +19,10 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
     StorageError,
+    damaged,
 )
 from shardstore.storage.commit.identity import ATTEMPTS, instead, is_committed
 from shardstore.storage.format.documents import (
-    CHUNK_BYTES,
-    CHUNK_SUMS,
     ArrayMeta,
     Refused,
     RootDocument,
@@ -32,7 +31,6 @@ from shardstore.storage.format.documents import (
     parse_array,
     parse_root,
     parse_v2_array,
-    root_document,
 )
 from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
@@ -239,10 +237,9 @@ class StoredCheckpoint:
                 arrays = by_key(list(self._listed_arrays(root)), self.location.url)
         nodes = {meta.node for meta in arrays.values()}
         if root is not None and (lost := sorted(set(root.chunk_sums) - nodes)):
-            more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+            shown = ", ".join(lost[:SHOWN])
             raise root.damaged(
-                f"has checksums of {len(lost)} array(s) that it does not describe: "
-                f"{', '.join(lost[:SHOWN])}{more}"
+                f"has checksums of {len(lost)} array(s) that it lacks, such as {shown}"
             )
         if root is not None and not root.is_rewritten:
             for meta in arrays.values():
@@ -303,7 +300,7 @@ class StoredCheckpoint:
             return
         from shardstore.storage.format.manifest import content_digest
 
-        sums = manifest.chunk_sums()
+        sums = manifest.by_node(manifest.crc)
         differing = [
             meta.key
             for meta in metas
@@ -314,15 +311,10 @@ class StoredCheckpoint:
         if content is not None and content != content_digest(metas, manifest):
             differing = differing or ["the digest commit.content"]
         if differing:
-            names = ["zarr.json", MANIFEST_NAME]
-            url, other = (
-                f"{self.location.url}/{name}" for name in sorted(names, reverse=not root.is_summed)
-            )
-            raise DamagedCheckpointError(
-                f"{url} disagrees with {other} about {', '.join(differing[:SHOWN])}: one of them "
-                "is damaged; load an earlier checkpoint",
-                url=url,
-            )
+            names = sorted(["zarr.json", MANIFEST_NAME], reverse=not root.is_summed)
+            url, other = (f"{self.location.url}/{name}" for name in names)
+            about = ", ".join(differing[:SHOWN])
+            raise damaged(url, f"disagrees with {other} about {about}: one of them is damaged")
 
     @unlocked_property
     def manifest(self) -> Manifest | None:
@@ -379,10 +371,7 @@ class StoredCheckpoint:
         for node in doomed:
             self.location.require_no_link_to(node)
         if self.root is not None and listed:
-            nodes = {meta.node for meta in self.arrays.values()} - listed
-            kept = [(node, self.root.texts[node].decode()) for node in nodes & set(self.root.texts)]
-            root = root_document(kept, self._attributes_without(listed))
-            self.location.replace("zarr.json", root)
+            self.location.replace("zarr.json", self.root.without(listed))
         self._delete_arrays(sorted(doomed))
         if manifest is not None and doomed:
             self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
@@ -404,18 +393,6 @@ class StoredCheckpoint:
         for node in nodes:
             if node in links or not location.walk(node):
                 location.delete(node)
-
-    def _attributes_without(self, nodes: set[str]) -> dict[str, Any]:
-        """Return the attributes of the root group without the checksums of some arrays."""
-        assert self.root is not None
-        about = dict(self.root.about)
-        columns = {CHUNK_SUMS: self.root.chunk_sums, CHUNK_BYTES: self.root.chunk_bytes}
-        for name in columns.keys() & about:
-            about[name] = {n: text for n, text in columns[name].items() if n not in nodes}
-        if self.root.commit:
-            # The digest covers all arrays and does not fit the remaining ones.
-            about["commit"] = {n: v for n, v in self.root.commit.items() if n != "content"}
-        return {**self.root.attributes, **({"shardstore": about} if about else {})}
 
     def check_file(self, name: str, data: bytes | None) -> bool:
         """Compare the content of a file other than a chunk with its checksum in the commit.
@@ -441,8 +418,7 @@ class StoredCheckpoint:
                 f"is not the file that was committed (crc32c {found:08x}, in the commit "
                 f"{known:08x}): it was damaged, or overwritten by an abandoned save"
             )
-        url = f"{self.location.url}/{name}"
-        raise DamagedCheckpointError(f"{url} {what}; load an earlier checkpoint", url=url)
+        raise damaged(f"{self.location.url}/{name}", what)
 
     def object_files(self) -> list[str]:
         """Return the names of all files of sharded objects, as ``NODE/FILE``.

@@ -18,7 +18,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,10 +30,10 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.movers.chunk_bytes import pieces
-from shardstore.storage.movers.chunks import ChunkWrite, Writer
+from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.mover import check_chunk
+from shardstore.storage.movers.mover import Mover, check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -124,7 +124,7 @@ class BaseChunks(StoredCheckpoint):
 
 @dataclass
 class ReusingMover:
-    """Writer that links or copies the chunks that the base has, and writes the others.
+    """Mover that links or copies the chunks that the base has, and writes the others.
 
     Attributes:
         mover: writes the other chunks.
@@ -134,7 +134,7 @@ class ReusingMover:
         options: options of the save.
     """
 
-    mover: Writer
+    mover: Mover
     base: BaseChunks
     attempt: Attempt
     manifest: RankManifest
@@ -157,10 +157,8 @@ class ReusingMover:
                 other.url,
             )
 
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """See :meth:`Writer.write`."""
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+        """See :meth:`Mover.write`."""
         taken: dict[str, ChunkRecord] = {}
         # The budget limits the number of chunks in memory.
         largest = max((item.array.chunk_bytes for item in writes), default=1)

@@ -249,16 +249,16 @@ def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, 
 
 def _root(merged: Merged, about: About, record: Mapping[str, Any], manifest_bytes: int) -> bytes:
     """Return the root document, which is the commit."""
-    files = sorted(merged.files.items())
+    files, manifest = sorted(merged.files.items()), merged.manifest
     ours: dict[str, Any] = {
         **about.record,
         **({} if about.config is None else {CONFIG: about.config}),
         "format_version": documents.FORMAT_VERSION,
         "commit": record,
-        documents.CHUNK_SUMS: merged.manifest.chunk_sums(),
+        documents.CHUNK_SUMS: manifest.by_node(manifest.crc),
     }
     if packed := [array.node for array in merged.arrays if array.is_packed]:
-        ours[documents.CHUNK_BYTES] = merged.manifest.chunk_bytes(packed)
+        ours[documents.CHUNK_BYTES] = manifest.by_node(manifest.stored, packed)
     if not merged.array_documents:
         ours[documents.ARRAY_DOCUMENTS] = False
     if files:

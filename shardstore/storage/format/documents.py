@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from binascii import a2b_base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from shardstore.errors import (
     DTypeMismatchError,
     FormatVersionError,
     NotACheckpointError,
+    damaged,
 )
 from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
@@ -243,17 +244,13 @@ def root_document(arrays: Iterable[tuple[str, str]], attributes: Mapping[str, An
         ',"consolidated_metadata":{"kind":"inline","must_understand":false,'
         f'"metadata":{{{metadata}}}}}}}'
     )
-    if not _dict_of(attributes, "shardstore"):
-        return _OPENING + f"{_dumps(attributes)[1:]}{behind}".encode()
-    ours = {name: value for name, value in attributes["shardstore"].items() if name != ROOT_SUM}
-    others = {name: value for name, value in attributes.items() if name != "shardstore"}
-    rest = f'"{_members_behind(ours)}{_members_behind(others)}{behind}'.encode()
-    return b"%s%08x%s" % (_SUMMED, crc32c(rest, 0), rest)
-
-
-def _members_behind(members: Mapping[str, Any]) -> str:
-    """Return the rest of a JSON object that has one member already."""
-    return f",{_dumps(members)[1:]}" if members else "}"
+    if ours := _dict_of(attributes, "shardstore"):
+        # Both come first; the checksum replaces the zeros.
+        first = {"shardstore": {ROOT_SUM: "", **ours} | {ROOT_SUM: "0" * 8}}
+        attributes = {**first, **attributes, **first}
+    text = _OPENING + f"{_dumps(attributes)[1:]}{behind}".encode()
+    rest = text[_SUM_END:]
+    return b"%s%08x%s" % (_SUMMED, crc32c(rest, 0), rest) if ours else text
 
 
 Length = Annotated[int, msgspec.Meta(ge=0)]
@@ -491,11 +488,7 @@ def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
     found = {meta.key: meta for meta in metas}
     if len(found) < len(metas):
         (node, *_) = {meta.node for meta in metas} - {meta.node for meta in found.values()}
-        raise DamagedCheckpointError(
-            f"{url} has two arrays of the same key, one of them at {node!r}: the checkpoint is "
-            "damaged; load an earlier one",
-            url=url,
-        )
+        raise damaged(url, f"has two arrays of the same key, one of them at {node!r}")
     return found
 
 
@@ -508,7 +501,7 @@ Refused: TypeAlias = dict[str, CheckpointingException]
 """Errors of the arrays of another program that this version cannot read, by key."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RootDocument:
     """The parsed root document.
 
@@ -522,6 +515,15 @@ class RootDocument:
         is_rewritten: whether another program wrote or rewrote the document. Its content may have
             changed, and it has no checksum.
         is_summed: whether the document has a checksum, which was verified.
+        about: the attributes that this package wrote; empty if another program wrote the group.
+        commit: the commit record; empty if there is none.
+        array_documents: whether arrays have documents of their own, according to this document.
+        chunk_sums: node -> base64 of :attr:`ArrayMeta.crcs`, from the commit.
+        chunk_bytes: node -> base64 of :attr:`ArrayMeta.sizes`, from the commit.
+        file_sums: name below the root -> crc32c of each file other than a chunk that the commit
+            names.
+        file_bytes: name below the root -> size in bytes of these files and the manifest; empty in
+            older checkpoints.
     """
 
     url: str
@@ -532,20 +534,14 @@ class RootDocument:
     is_rewritten: bool = False
     is_summed: bool = False
 
-    @property
-    def about(self) -> dict[str, Any]:
-        """The attributes that this package wrote; empty if another program wrote the group."""
-        return _dict_of(self.attributes, "shardstore")
-
-    @property
-    def commit(self) -> dict[str, Any]:
-        """The commit record; empty if there is none."""
-        return _dict_of(self.about, "commit")
-
-    @property
-    def array_documents(self) -> bool:
-        """Whether arrays have documents of their own, according to the root document."""
-        return self.about.get(ARRAY_DOCUMENTS) is not False
+    def __post_init__(self) -> None:
+        self.about = _dict_of(self.attributes, "shardstore")
+        self.commit = _dict_of(self.about, "commit")
+        self.array_documents = self.about.get(ARRAY_DOCUMENTS) is not False
+        self.chunk_sums = _dict_of(self.about, CHUNK_SUMS)
+        self.chunk_bytes = _dict_of(self.about, CHUNK_BYTES)
+        self.file_sums = _dict_of(self.about, FILE_SUMS)
+        self.file_bytes = _file_bytes(self.attributes)
 
     def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
         """Return all arrays by key.
@@ -583,38 +579,26 @@ class RootDocument:
                 raise self.damaged(no_save.format(node, what))
         return by_key(found, self.url)
 
+    def without(self, nodes: Collection[str]) -> bytes:
+        """Return the document without some arrays and their checksums."""
+        about = dict(self.about)
+        for name, column in ((CHUNK_SUMS, self.chunk_sums), (CHUNK_BYTES, self.chunk_bytes)):
+            if name in about:
+                about[name] = {node: text for node, text in column.items() if node not in nodes}
+        if self.commit:
+            # The digest covers all arrays and does not fit the remaining ones.
+            about["commit"] = {n: v for n, v in self.commit.items() if n != "content"}
+        kept = [(node, text.decode()) for node, text in self.texts.items() if node not in nodes]
+        return root_document(kept, self.attributes | ({"shardstore": about} if about else {}))
+
     def damaged(self, what: str) -> DamagedCheckpointError:
         """Return the error for a damaged or changed root document.
 
         Args:
             what: predicate of the error's sentence; its subject is the document's URL.
         """
-        return DamagedCheckpointError(
-            f"{self.url} {what}: it is damaged, or another program changed it; put the saved one "
-            "back, or load an earlier checkpoint",
-            url=self.url,
-        )
-
-    @property
-    def file_sums(self) -> dict[str, int]:
-        """Name below the root -> crc32c of each file other than a chunk that the commit names."""
-        return _dict_of(self.about, FILE_SUMS)
-
-    @cached_property
-    def file_bytes(self) -> dict[str, int]:
-        """Name below the root -> size in bytes of the files in :attr:`file_sums` and the
-        manifest; empty in older checkpoints."""
-        return _file_bytes(self.attributes)
-
-    @property
-    def chunk_sums(self) -> dict[str, str]:
-        """Node -> base64 of :attr:`ArrayMeta.crcs`, from the commit."""
-        return _dict_of(self.about, CHUNK_SUMS)
-
-    @property
-    def chunk_bytes(self) -> dict[str, str]:
-        """Node -> base64 of :attr:`ArrayMeta.sizes`, from the commit."""
-        return _dict_of(self.about, CHUNK_BYTES)
+        wrong = f"{what}: it is damaged, or another program changed it; put the saved one back"
+        return damaged(self.url, wrong)
 
 
 def _file_bytes(attributes: object) -> dict[str, int]:
@@ -643,11 +627,10 @@ def parse_root(text: bytes, url: str) -> RootDocument:
     if is_summed := text.startswith(_SUMMED):
         stored, found = text[len(_SUMMED) : _SUM_END], b"%08x" % crc32c(text[_SUM_END:], 0)
         if stored != found:
-            raise DamagedCheckpointError(
-                f"{url}, the root document, fails its checksum ({ROOT_SUM} {stored!r:.20}, found "
-                f"{found!r}): it is damaged, or another program changed it and left the checksum "
-                "in it; put the saved one back, or load an earlier checkpoint",
-                url=url,
+            raise damaged(
+                url,
+                f"fails its checksum ({ROOT_SUM} {stored!r:.20}, found {found!r}): it is damaged, "
+                "or another program changed it and left the checksum in it; put the saved one back",
             )
     try:
         document = _decoded(_ROOT, text, url)

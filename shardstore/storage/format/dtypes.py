@@ -142,12 +142,7 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
         ArgumentError: the memory of the tensor was freed.
     """
     name = zarr_name(tensor.dtype)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.is_conj():
-        tensor = tensor.resolve_conj()
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     require_memory(tensor)
     return memory_of(tensor, name)
 

@@ -303,10 +303,8 @@ def block_bytes(chunk_bytes: int) -> int:
     The size is a power of two, at least 4 KiB, with at most :data:`BLOCKS_PER_CHUNK` blocks per
     chunk. A reader of a part of a chunk reads and verifies only the blocks that the part overlaps.
     """
-    block = MIN_BLOCK_BYTES
-    while block * BLOCKS_PER_CHUNK < chunk_bytes:
-        block *= 2
-    return block
+    least = -(-chunk_bytes // BLOCKS_PER_CHUNK)
+    return max(MIN_BLOCK_BYTES, 1 << (least - 1).bit_length())
 
 
 def inner_blocks(chunk_bytes: int) -> int:

@@ -173,9 +173,9 @@ class RankManifest:
         rows["array"] = np.array(numbers, np.int64)[rows["array"]]
         self.rows += rows.tobytes()
         self.running += other.running
-        nothing = RankManifest(other.rank)
-        alone = {name: getattr(nothing, name) for name in _JOINED}
-        self.others += other.others or [replace(other, **alone)]
+        self.others += other.others or [
+            replace(other, keys={}, summaries=[], created={}, rows=bytearray(), running=array("I"))
+        ]
 
     def to_bytes(self) -> bytes:
         """Return the serialised report for the coordinator, see :meth:`from_bytes`."""
@@ -271,18 +271,12 @@ class Manifest:
         rows = self.rows(meta)
         return None if rows is None else int(rows.rank[meta.grid.linear(index)])
 
-    def chunk_sums(self) -> dict[str, str]:
-        """Return node -> base64 of the crc32c of its chunks in order, as little-endian uint32. The
-        commit contains them."""
-        return self._by_node(self.crc, self._places)
-
-    def chunk_bytes(self, nodes: Iterable[str]) -> dict[str, str]:
-        """Return the same for the stored size of each chunk of some arrays."""
-        return self._by_node(self.stored, nodes)
-
-    def _by_node(self, column: NDArray[Any], nodes: Iterable[str]) -> dict[str, str]:
+    def by_node(self, column: NDArray[Any], nodes: Iterable[str] | None = None) -> dict[str, str]:
+        """Return the parts of a column in the form that the commit contains: node -> base64 of the
+        values of its chunks in order, as little-endian uint32; of all nodes by default."""
         numbers = column.astype("<u4")
-        texts = {node: b64encode(numbers[self._places[node][0]].tobytes()) for node in nodes}
+        wanted = self._places if nodes is None else nodes
+        texts = {node: b64encode(numbers[self._places[node][0]].tobytes()) for node in wanted}
         return {node: text.decode() for node, text in texts.items()}
 
     def without(self, nodes: set[str]) -> Manifest:
@@ -336,7 +330,6 @@ class Manifest:
         return manifest
 
 
-_JOINED = ("keys", "summaries", "created", "rows", "running")
 _COLUMNS = {
     "stored": ("stored_bytes", "u8"),
     "crc": ("crc32c", "u4"),

@@ -187,14 +187,12 @@ def _check_coverage(
     for row, number in zip(wrong[:SHOWN], numbers, strict=True):
         meta = metas[number]
         box = meta.grid.box(meta.grid.index_at(int(row - starts[number])))
+        how = "by no rank (no main replica holds it)"
+        if times[row]:
+            ranks = np.unique(rank[position == row]).tolist()
+            how = f"{times[row]} times, by rank(s) {ranks} (they overlap as main replicas)"
         region = f"key {meta.key!r} offset {box.offset} shape {box.shape}"
-        if times[row] == 0:
-            shown.append(f"{region} was written by no rank (no main replica holds it)")
-        else:
-            shown.append(
-                f"{region} was written {times[row]} times, by rank(s) "
-                f"{np.unique(rank[position == row]).tolist()} (they overlap as main replicas)"
-            )
+        shown.append(f"{region} was written {how}")
     more = f"; and {len(wrong) - SHOWN} more regions" if len(wrong) > SHOWN else ""
     raise AccessPatternError(
         f"Invalid access pattern: {'; '.join(shown)}{more}. Nothing was committed; "

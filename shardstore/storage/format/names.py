@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from urllib.parse import unquote
 
-from shardstore.errors import DamagedCheckpointError, KeyNameError
+from shardstore.errors import KeyNameError, damaged
 
 MAX_NAME_BYTES = 200
 CONFIG_NAME = "metadata.json"
@@ -30,6 +30,7 @@ RESERVED = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_
 """Names that a checkpoint uses for its own files, in lower case."""
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")
+_OBJECT_FILE = re.compile(r"shard_([0-9.]*)_([0-9.]*)\.(?:pt|json)")
 
 
 def node_name(key: str) -> str:
@@ -72,13 +73,10 @@ def key_of(name: str) -> str | None:
 def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return offset and grid shape from the name of a sharded object's file; ``None`` for other
     names."""
-    if not is_object_file(name):
+    found = _OBJECT_FILE.fullmatch(name)
+    if found is None:
         return None
-    parts = name[len("shard_") :].rpartition(".")[0].split("_")
-    try:
-        offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in parts)
-    except ValueError:
-        return None
+    offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in found.groups())
     return offset, shape
 
 
@@ -109,11 +107,8 @@ def require_inside(name: object, url: str) -> str:
         DamagedCheckpointError: the name leads out of the checkpoint.
     """
     if not isinstance(name, str) or not is_inside(name):
-        raise DamagedCheckpointError(
-            f"{url} names {name!r}, which is outside of the checkpoint: it is damaged, or was not "
-            "written by a checkpointing program; load an earlier checkpoint",
-            url=url,
-        )
+        wrong = f"names {name!r}, which is outside of the checkpoint: it is damaged, or was not"
+        raise damaged(url, f"{wrong} written by a checkpointing program")
     return name
 
 

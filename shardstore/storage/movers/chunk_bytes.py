@@ -175,8 +175,6 @@ def view_in_chunk(
         like: an array of the slab's shape and data type.
         chunk_shape: shape of the chunk.
     """
-    strides, step = [], like.dtype.itemsize
-    for edge in reversed(chunk_shape[len(chunk_shape) - like.ndim :]):
-        strides.append(step)
-        step *= edge
-    return np.ndarray(like.shape, like.dtype, buffer, strides=tuple(reversed(strides)))
+    inner, size = chunk_shape[len(chunk_shape) - like.ndim :], like.dtype.itemsize
+    strides = [size * math.prod(inner[axis:]) for axis in range(1, like.ndim + 1)]
+    return np.ndarray(like.shape, like.dtype, buffer, strides=strides)

@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, chunk_key
 from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.format.manifest import ChunkRecord
+from shardstore.storage.format.manifest import ChunkRecord, Manifest
 
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
 
+WriteDone = Callable[["ChunkWrite", ChunkRecord], None]
+"""Callback that receives each written chunk."""
+GetManifest = Callable[[], Manifest | None]
+"""Function that returns the manifest of a checkpoint, which few reads need."""
 ReadDone = Callable[[int, int], None]
 """Callback that receives the number of bytes that reached their destination, and of how many
 chunks they are."""
@@ -114,8 +118,7 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
     """Split a region along the chunk grid."""
     array, out = read.array, read.out
     cutting = array.grid, array.zarr_format, array.separator, read.box
-    cuts = _few_cuts(*cutting)
-    for index, within, where, key, number, whole in _cuts(*cutting) if cuts is None else cuts:
+    for index, within, where, key, number, whole in _few_cuts(*cutting) or _cuts(*cutting):
         target = out if where is None else out[where]
         yield ChunkPart(array, index, within, target, key, number, whole)
 
@@ -150,12 +153,3 @@ def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator
             grid.linear(index),
             common.shape == grid.chunk_shape,
         )
-
-
-class Writer(Protocol):
-    """Writes chunks to one location."""
-
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
-        """See :meth:`Mover.write`."""

@@ -27,6 +27,20 @@ MAX_COMPRESSED_BYTES = 0x7E000000
 """The largest buffer that numcodecs compresses."""
 
 
+class BadChunkError(Exception):
+    """A chunk is missing or damaged.
+
+    Attributes:
+        kind: ``missing``, ``size``, ``crc``, ``manifest`` (intact, but not the committed chunk) or
+            ``unreadable``.
+        text: the predicate of a sentence whose subject is the chunk.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+
 def stored_bytes(array: ArrayMeta, number: int) -> int | None:
     """Return the size of a stored chunk in bytes; ``None`` for a compressed chunk whose size the
     commit does not have. ``number`` is the position of the chunk in C order over the grid."""
@@ -91,16 +105,16 @@ def decompress(array: ArrayMeta, packed: memoryview) -> bytes:
     """Decompress a chunk.
 
     Raises:
-        ValueError: the bytes cannot be decompressed to a chunk; the text says why.
+        BadChunkError: the bytes cannot be decompressed to a chunk.
     """
     assert array.codecs is not None
     # Check the size before the allocation: a few bytes may claim to be gigabytes.
     if (size := _unpacked_bytes(array.codecs[0], bytes(packed[:18]))) != array.chunk_bytes:
-        raise ValueError(f"decompresses to {size} bytes, not {array.chunk_bytes}")
+        raise BadChunkError("crc", f"decompresses to {size} bytes, not {array.chunk_bytes}")
     try:
         chunk: bytes = _compressor(array.codecs).decode(packed)
     except (RuntimeError, ValueError, SystemError, MemoryError) as error:  # as numcodecs raises
-        raise ValueError(f"cannot be decompressed ({error})") from None
+        raise BadChunkError("crc", f"cannot be decompressed ({error})") from None
     return chunk
 
 

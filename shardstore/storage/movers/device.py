@@ -23,8 +23,9 @@ PORTABLE = 1
 def stream_of(device: torch.device | None = None) -> torch.cuda.Stream | None:
     """Return this thread's current stream of a device, by default of the current CUDA device;
     ``None`` for a device without CUDA, or if the process does not use CUDA."""
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not initialized or (device is not None and device.type != "cuda"):
+    if device is not None and device.type != "cuda":
+        return None
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.current_stream(device)
 

@@ -12,7 +12,8 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from io import FileIO
 from itertools import repeat
 from typing import Any
 
@@ -21,20 +22,13 @@ from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format.documents import CRC32C, ArrayMeta
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.checksums import read_chunk
 from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
-from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
-from shardstore.storage.movers.codecs import CRC_BYTES, EncodedChunk
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
+from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.movers.verify import (
-    MISSING,
-    ChunkVerifier,
-    Problem,
-    chunk_error,
-    size_problem,
-)
+from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, open_regular, store_errors
 
@@ -51,10 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def write_files(
-    location: Location,
-    writes: Sequence[ChunkWrite],
-    done: Callable[[ChunkWrite, ChunkRecord], None],
-    options: SaveOptions,
+    location: Location, writes: Sequence[ChunkWrite], done: WriteDone, options: SaveOptions
 ) -> None:
     """Write chunks to a folder, see :meth:`Mover.write`. If a sync follows (``durable``), the
     writeback to the disk starts at once."""
@@ -85,7 +76,7 @@ def write_files(
 def read_files(
     location: Location,
     parts: Sequence[ChunkPart],
-    manifest: Callable[[], Manifest | None],
+    manifest: GetManifest,
     done: ReadDone | None,
     options: SaveOptions,
 ) -> None:
@@ -100,9 +91,11 @@ def read_files(
             read = read_at_once(path, array, crc, part.out) if part.is_whole else 0
             if not read:
                 with store_errors("reading", path, key=array.key):
-                    read, problem = read_file(path, ChunkVerifier.of(part, manifest), part)
-                if problem is not None:
-                    raise chunk_error(array, part.index, path, problem, manifest)
+                    verifier = ChunkVerifier.of(part, manifest)
+                    try:
+                        read = read_file(path, verifier, part)
+                    except BadChunkError as problem:
+                        raise chunk_error(array, part.index, path, problem, manifest) from None
             size += read
             if done is not None:
                 done(part.out.nbytes, 1)
@@ -127,30 +120,27 @@ def write_file(
         content: lists of buffers in order, each valid until the next one is requested.
         durable: start the writeback of a large file.
     """
-    fd, size = _create(path), 0
-    try:
+    size = 0
+    with _create(path) as file:  # some file systems report write errors when it is closed
         for parts in content:
             for part in parts:
                 view = memoryview(part)
                 size += len(view)
                 while view:  # a disk that fills up writes a part first, and then refuses
-                    view = view[os.write(fd, view) :]
+                    view = view[file.write(view) :]
         if durable and size >= WRITEBACK_FROM:
-            start_writeback(fd)
-    finally:
-        os.close(fd)  # some file systems report write errors here
+            start_writeback(file.fileno())
 
 
 def start_writeback(fd: int) -> None:
     """Start writing an open file's pages to the disk and do not wait (man-pages
-    sync_file_range(2)). Do nothing outside of Linux.
+    sync_file_range(2)).
 
     The sync at the end then has little left to write. That sync makes the files durable and reports
     errors.
     """
-    if hasattr(_libc, "sync_file_range"):
-        start, size = ctypes.c_int64(0), ctypes.c_int64(0)
-        _libc.sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)
+    start, size = ctypes.c_int64(0), ctypes.c_int64(0)
+    _libc.sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)
 
 
 def sync_file_system(location: Location) -> None:
@@ -165,21 +155,19 @@ def sync_file_system(location: Location) -> None:
     with store_errors("syncing", location.url):
         fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if not hasattr(_libc, "syncfs"):
-                os.sync()
-            elif _libc.syncfs(fd) != 0:
+            if _libc.syncfs(fd) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), location.url)
         finally:
             os.close(fd)
 
 
-def _create(path: str) -> int:
+def _create(path: str) -> FileIO:
     # Never write into an existing file: it may be a hard link to a chunk of another checkpoint.
     # Ranks that wrongly share a chunk do this at the same time; the commit tells them so.
     while True:
         try:
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            return FileIO(path, "x")
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -187,7 +175,7 @@ def _create(path: str) -> int:
             # mkdir creates one level only: it must not recreate the folder of an attempt that
             # another process has removed.
             with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.dirname(path))
+                os.mkdir(path.rpartition("/")[0])
 
 
 def read_at_once(
@@ -215,15 +203,14 @@ def read_at_once(
             target = as_bytes(out)
         else:
             return 0
-    found = read_chunk(path, array.chunk_bytes, target)
+    size = array.chunk_bytes if out is None else out.nbytes
+    found = read_chunk(path, size, target)
     is_intact = found is not None and found[0] == found[1] and crc in (None, found[0])
-    return array.chunk_bytes + CRC_BYTES if is_intact else 0
+    return size + CRC_BYTES if is_intact else 0
 
 
-def read_file(
-    path: str, verifier: ChunkVerifier, part: ChunkPart | None = None
-) -> tuple[int, Problem | None]:
-    """Read the bytes of a chunk's file that a verifier takes.
+def read_file(path: str, verifier: ChunkVerifier, part: ChunkPart | None = None) -> int:
+    """Read the bytes of a chunk's file that a verifier takes, and return their number.
 
     Args:
         path: path of the file.
@@ -231,20 +218,18 @@ def read_file(
         part: receives its elements, those of an uncompressed chunk before they are verified;
             ``None``: they are discarded.
 
-    Returns:
-        Number of bytes read, and the problem; ``None`` if the chunk is intact.
+    Raises:
+        BadChunkError: the chunk is missing or damaged.
     """
     try:
         fd = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
-        return 0, MISSING
+        raise BadChunkError("missing", "is missing") from None
     except (IsADirectoryError, DamagedCheckpointError):
-        return 0, Problem("unreadable", "cannot be read: it is no regular file")
+        raise BadChunkError("unreadable", "cannot be read: it is no regular file") from None
     array = verifier.array
     try:
-        size = os.fstat(fd).st_size
-        if (problem := size_problem(array, verifier.number, size)) is not None:
-            return 0, problem
+        require_stored_size(array, verifier.number, os.fstat(fd).st_size)
         views = None if part is None or array.is_packed else _targets(part, verifier)
         for view in views or repeat(scratch(IO_BYTES).data):
             got = _fill(fd, view, verifier.first + verifier.count)
@@ -253,10 +238,10 @@ def read_file(
                 break
     finally:
         os.close(fd)
-    problem = verifier.finish()
-    if part is not None and problem is None and verifier.chunk is not None:
+    verifier.finish()
+    if part is not None and verifier.chunk is not None:
         verifier.scatter(part, verifier.chunk)
-    return verifier.count, problem
+    return verifier.count
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,19 @@ from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
+from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.chunk_bytes import as_bytes, whole_chunk
-from shardstore.storage.movers.chunks import ChunkWrite, ReadDone, RegionRead, chunk_parts
-from shardstore.storage.movers.codecs import most_stored_bytes
+from shardstore.storage.movers.chunks import (
+    ChunkWrite,
+    GetManifest,
+    ReadDone,
+    RegionRead,
+    WriteDone,
+    chunk_parts,
+)
+from shardstore.storage.movers.codecs import BadChunkError, most_stored_bytes
 from shardstore.storage.movers.files import read_at_once, read_file, read_files, write_files
-from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem
+from shardstore.storage.movers.verify import ChunkVerifier
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -36,9 +43,7 @@ class Mover:
     options: SaveOptions = SaveOptions()  # noqa: RUF009 (frozen)
     attempt: Attempt | None = None
 
-    def write(
-        self, writes: Sequence[ChunkWrite], done: Callable[[ChunkWrite, ChunkRecord], None]
-    ) -> None:
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
         """Write whole chunks. Call ``done`` for each chunk, from any thread, one call at a time.
 
         Raises:
@@ -55,7 +60,7 @@ class Mover:
     def read(
         self,
         reads: Sequence[RegionRead],
-        manifest: Callable[[], Manifest | None] = lambda: None,
+        manifest: GetManifest = lambda: None,
         done: ReadDone | None = None,
     ) -> None:
         """Read regions into their destinations and verify every byte that has a checksum. Call
@@ -87,7 +92,7 @@ def check_chunk(
     manifest: Manifest | None,
     *,
     hashes: bool = False,
-) -> tuple[int, Problem | None]:
+) -> tuple[int, BadChunkError | None]:
     """Verify one chunk and discard its data. Several threads may call it.
 
     Args:
@@ -118,17 +123,20 @@ def check_chunk(
         elif not hashes and (size := read_at_once(f"{location.url}/{name}", array, crc)):
             return size, None
         else:
-            return read_file(f"{location.url}/{name}", verifier)
+            return read_file(f"{location.url}/{name}", verifier), None
+        if data is None:
+            raise FileNotFoundError(name)
+        verifier.update(memoryview(data))
+        verifier.finish()
+        return verifier.count, None
+    except BadChunkError as problem:
+        return verifier.count, problem
     except FileNotFoundError:
-        return 0, MISSING
+        return 0, BadChunkError("missing", "is missing")
     except DamagedCheckpointError as error:
-        return 0, Problem("crc", f"cannot be decoded: {_first_line(error)}")
+        return 0, BadChunkError("crc", f"cannot be decoded: {_first_line(error)}")
     except OSError as error:
-        return 0, Problem("unreadable", f"cannot be read: {_first_line(error)}")
-    if data is None:
-        return 0, MISSING
-    verifier.update(memoryview(data))
-    return verifier.count, verifier.finish()
+        return 0, BadChunkError("unreadable", f"cannot be read: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,17 +17,17 @@ from shardstore.errors import StorageError
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.manifest import ChunkRecord, Manifest
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk
-from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, ReadDone
+from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.codecs import (
     CRC_BYTES,
+    BadChunkError,
     EncodedChunk,
     most_stored_bytes,
     stored_bytes,
 )
 from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.verify import MISSING, ChunkVerifier, Problem, chunk_error
+from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import (
@@ -53,39 +53,27 @@ CONNECTION_BYTES = 512 * 1024
 def write_objects(
     location: Location,
     writes: Sequence[ChunkWrite],
-    done: Callable[[ChunkWrite, ChunkRecord], None],
+    done: WriteDone,
     options: SaveOptions,
     attempt: Attempt | None,
 ) -> None:
     """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
-    transfers alone."""
+    transfers alone. Without an attempt, objects of the same names are replaced."""
     lock = threading.Lock()
-    for item in writes:
-        if (size := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
-            raise StorageError(
-                f"chunk {item.index} of key {item.array.key!r} has {size} bytes, and one request "
-                f"takes at most {MAX_OBJECT_BYTES}; save in smaller chunks, as the default "
-                "strategy ('zarr', 2) does",
-                key=item.array.key,
-                chunk=item.index,
-                url=f"{location.url}/{item.name}",
-            )
-
-    def require_own() -> None:
-        """Raise unless this save may replace an object in its way."""
-        if attempt is None:
-            raise StorageError(
-                f"{location.url}: the object exists already, with other content; save elsewhere",
-                url=location.url,
-            )
-        attempt.check()
 
     def request(io: ObjectIO, item: ChunkWrite) -> _Request:
-        packing = _stored_bytes(item.array) if item.array.is_packed else 0
-        yield _held_bytes(item), packing, item.array.chunk_bytes
+        if (stored := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
+            url = f"{location.url}/{item.name}"
+            raise StorageError(
+                f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
+                "in smaller chunks, as the default strategy ('zarr', 2) does",
+                url=url,
+            )
+        yield _held_bytes(item), stored if item.array.is_packed else 0, item.array.chunk_bytes
         chunk = EncodedChunk(item.array, item.data())
         (parts,) = chunk
-        create = begin_create(io, location, item.name, parts, require_own)
+        check = attempt.check if attempt else lambda: None
+        create = begin_create(io, location, item.name, parts, check)
         yield None
         create()
         counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
@@ -98,7 +86,7 @@ def write_objects(
 def read_objects(
     location: Location,
     parts: Sequence[ChunkPart],
-    manifest: Callable[[], Manifest | None],
+    manifest: GetManifest,
     done: ReadDone | None,
     options: SaveOptions,
 ) -> None:
@@ -120,13 +108,14 @@ def read_objects(
         yield None
         data = get()
         del get  # frees TensorStore's copy
-        problem: Problem | None = MISSING
-        if data is not None:
+        try:
+            if data is None:
+                raise BadChunkError("missing", "is missing")
             verifier.update(memoryview(data))
-            problem = verifier.finish()
-        if data is None or problem is not None:
+            verifier.finish()
+        except BadChunkError as problem:
             url = f"{location.url}/{key}"
-            raise chunk_error(array, part.index, url, problem or MISSING, manifest)
+            raise chunk_error(array, part.index, url, problem, manifest) from None
         verifier.scatter(part, verifier.chunk or data)
         counters.add(bytes_read=len(data), chunks_read=1)
         del data, verifier
@@ -169,7 +158,7 @@ def _each(
             if not budget.take(held + starting, size, may_wait=may_wait):
                 return None
             next(steps)
-            budget.shrink(held + starting, held, size)
+            budget.give(held + starting, size, left=held)
 
         def finish() -> None:
             with about(item):
@@ -236,15 +225,12 @@ class _Budget:
                 self._changed.wait()
             raise self._error
 
-    def shrink(self, held: int, left: int, size: int) -> None:
-        """Release a part of the memory of an object: it needs ``left`` bytes from now on."""
-        with self._changed:
-            self._free += self._of(held, size)[0] - self._of(left, size)[0]
-            self._changed.notify_all()
-
-    def give(self, held: int, size: int) -> None:
-        """Release the room of an object."""
+    def give(self, held: int, size: int, *, left: int | None = None) -> None:
+        """Release the room of an object; with ``left``, a part of it: the object needs ``left``
+        bytes of memory from now on."""
         memory, large = self._of(held, size)
+        if left is not None:
+            memory, large = memory - self._of(left, size)[0], 0
         with self._changed:
             self._free += memory
             self._large += large

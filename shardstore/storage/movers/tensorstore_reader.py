@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -16,11 +16,11 @@ import tensorstore as ts
 from shardstore.errors import FormatVersionError, StorageError
 from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.manifest import Manifest
-from shardstore.storage.movers.chunks import ReadDone, RegionRead
+from shardstore.storage.movers.chunks import GetManifest, ReadDone, RegionRead
+from shardstore.storage.movers.codecs import BadChunkError
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import in_rounds
-from shardstore.storage.movers.verify import MISSING, Problem, chunk_error
+from shardstore.storage.movers.verify import chunk_error
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
 from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
@@ -88,7 +88,7 @@ def open_array(
 def read_decoded(
     location: Location,
     reads: Sequence[RegionRead],
-    manifest: Callable[[], Manifest | None] = lambda: None,
+    manifest: GetManifest = lambda: None,
     done: ReadDone | None = None,
     *,
     fill_missing: bool = False,
@@ -127,9 +127,7 @@ def read_decoded(
                 done(read.out.nbytes, touched)
 
 
-def _explained(
-    location: Location, read: RegionRead, text: str, manifest: Callable[[], Manifest | None]
-) -> Exception:
+def _explained(location: Location, read: RegionRead, text: str, manifest: GetManifest) -> Exception:
     """Return the error for a failed read. The name of the failed file and the reason are in
     TensorStore's error text only."""
     array, above = read.array, f"{location.url}/{read.array.node}"
@@ -137,7 +135,9 @@ def _explained(
     for index in array.grid.overlapping(read.box) if missing or damaged else ():
         name = array.chunk_key(index)
         if f'/{array.node}/{name}"' in text:
-            problem = MISSING if missing else Problem("crc", f"is damaged ({text})")
+            problem = BadChunkError("crc", f"is damaged ({text})")
+            if missing:
+                problem = BadChunkError("missing", "is missing")
             return chunk_error(array, index, f"{above}/{name}", problem, manifest)
     return StorageError(
         f"reading key {array.key!r} from {above} failed: {text}", key=array.key, url=above

@@ -6,7 +6,7 @@ Every read of a chunk in steps, from a file or an object, for a load or a verifi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,34 +16,17 @@ import xxhash
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import block_bytes
-from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.checksums import Sums, crc32c
 from shardstore.storage.movers.chunk_bytes import span, view_in_chunk
-from shardstore.storage.movers.chunks import ChunkPart
+from shardstore.storage.movers.chunks import ChunkPart, GetManifest
 from shardstore.storage.movers.codecs import (
     CRC,
     CRC_BYTES,
+    BadChunkError,
     decompress,
     most_stored_bytes,
     stored_bytes,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is wrong with a chunk.
-
-    Attributes:
-        kind: ``missing``, ``size``, ``crc``, ``manifest`` (intact, but not the committed chunk) or
-            ``unreadable``.
-        text: the predicate of a sentence whose subject is the chunk.
-    """
-
-    kind: str
-    text: str
-
-
-MISSING = Problem("missing", "is missing")
 
 
 @dataclass(slots=True)
@@ -87,7 +70,7 @@ class ChunkVerifier:
         self._rest = bytearray()
 
     @classmethod
-    def of(cls, part: ChunkPart, manifest: Callable[[], Manifest | None]) -> ChunkVerifier:
+    def of(cls, part: ChunkPart, manifest: GetManifest) -> ChunkVerifier:
         """Return the verifier of the bytes to read for ``part``: the blocks that it overlaps if the
         manifest has their checksums, else the whole chunk. Call ``manifest`` only if the result
         needs it."""
@@ -121,37 +104,34 @@ class ChunkVerifier:
         self._rest += data[end:]
         self.count += len(data)
 
-    def finish(self) -> Problem | None:
-        """Compare the checksums after the last byte. Return ``None`` if all agree."""
+    def finish(self) -> None:
+        """Compare the checksums after the last byte.
+
+        Raises:
+            BadChunkError: the size or a checksum differs.
+        """
         array, has_own = self.array, self.array.has_crc and not self.sums
         size = self.last - self.first + (CRC_BYTES if has_own else 0)
         if array.is_packed or self.count != size:
-            problem = size_problem(array, self.number, self.first + self.count)
-            if problem is not None or not array.is_packed:
-                came = f"came as {self.count} bytes where {size} were read"
-                return problem or Problem("size", came)
+            require_stored_size(array, self.number, self.first + self.count)
+            if not array.is_packed:
+                raise BadChunkError("size", f"came as {self.count} bytes where {size} were read")
         body = memoryview(self._rest)[:-CRC_BYTES]
         if has_own:
             (own,) = CRC.unpack(self._rest[-CRC_BYTES:])
-            crc = crc32c(body, 0) if array.is_packed else self._found.crc
-            if own != crc:
-                return _mismatch(own, crc)
+            _require_equal(own, crc32c(body, 0) if array.is_packed else self._found.crc)
         if array.is_packed:
-            try:
-                self.chunk = decompress(array, body)
-            except ValueError as error:
-                return Problem("crc", str(error))
+            self.chunk = decompress(array, body)
             self._found.add(memoryview(self.chunk))
         for wanted, crc in zip(self.sums, self._found.ends(), strict=False):
-            if wanted != crc:
-                return _mismatch(wanted, crc)
+            _require_equal(wanted, crc)
         if self.crc not in (None, self._found.crc):
             how = f"crc32c {self.crc:#010x} expected, {self._found.crc:#010x} found"
         elif self._found.hasher is not None and self.digest != self._found.hasher.digest():
             how = "its xxh3-128 hash differs"
         else:
-            return None
-        return Problem(
+            return
+        raise BadChunkError(
             "manifest",
             f"is intact but not the chunk that was committed ({how}): it was replaced, or "
             "overwritten by a late writer of another save",
@@ -165,28 +145,24 @@ class ChunkVerifier:
         out[...] = view_in_chunk(wanted, out, shape)
 
 
-def _mismatch(expected: int, found: int) -> Problem:
-    text = f"fails its checksum (crc32c {expected:#010x} expected, {found:#010x} found)"
-    return Problem("crc", text)
+def _require_equal(expected: int, found: int) -> None:
+    if expected != found:
+        text = f"fails its checksum (crc32c {expected:#010x} expected, {found:#010x} found)"
+        raise BadChunkError("crc", text)
 
 
-def size_problem(array: ArrayMeta, number: int, found: int) -> Problem | None:
-    """Return the problem if a chunk's file or object has a wrong size, else ``None``. ``number`` is
-    the position of the chunk in C order over the grid."""
+def require_stored_size(array: ArrayMeta, number: int, found: int) -> None:
+    """Raise :class:`BadChunkError` if a chunk's file or object has a wrong size. ``number`` is the
+    position of the chunk in C order over the grid."""
     stored, most = stored_bytes(array, number), most_stored_bytes(array, number)
     if stored is None and not CRC_BYTES < found <= most:
-        return Problem("size", f"has {found} bytes, not {CRC_BYTES + 1} to {most}")
-    if stored in (None, found):
-        return None
-    return Problem("size", f"has {found} bytes, not {stored}")
+        raise BadChunkError("size", f"has {found} bytes, not {CRC_BYTES + 1} to {most}")
+    if stored not in (None, found):
+        raise BadChunkError("size", f"has {found} bytes, not {stored}")
 
 
 def chunk_error(
-    array: ArrayMeta,
-    index: Sequence[int],
-    url: str,
-    problem: Problem,
-    manifest: Callable[[], Manifest | None],
+    array: ArrayMeta, index: Sequence[int], url: str, problem: BadChunkError, manifest: GetManifest
 ) -> ChunkMissingError | ChunkCorruptError:
     """Return the error for a chunk that cannot be read. The error names the rank that wrote the
     chunk, if the manifest has it."""
