@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.core import DCP_BACKEND
+from shardstore.coverage import check_reports, report_shards
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
@@ -51,7 +52,6 @@ from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import SaveSession, session_of
 from shardstore.saving.sources import TensorSource, require_plain
 from shardstore.saving.staging import Staging
-from shardstore.sharded.coverage import check_reports, report_shards
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid

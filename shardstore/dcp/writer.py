@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardstore.coverage import Layouts, as_flat_range, local_layouts, merge_layouts
 from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
 from shardstore.errors import (
@@ -37,7 +38,6 @@ from shardstore.errors import (
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
 from shardstore.saving.plan import array_meta, plan_writes
 from shardstore.saving.sources import CutChunk, fetched
-from shardstore.sharded.layouts import Layouts, as_flat_range, local_layouts, merge_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, Files, publish, write_chunks

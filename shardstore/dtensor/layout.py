@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+from shardstore.coverage import as_flat_range
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.groups import group_rank, group_size
 from shardstore.errors import AccessPatternError
@@ -35,7 +36,6 @@ from shardstore.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from shardstore.sharded.layouts import as_flat_range
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 

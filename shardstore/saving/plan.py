@@ -1,7 +1,7 @@
 """Plan a save: the arrays that this rank creates and the chunks that it writes.
 
 Each rank plans alone, by the same rules. For irregular and flattened tensors, it first needs the
-layouts of other ranks (:mod:`shardstore.sharded.layouts`).
+layouts of other ranks (:mod:`shardstore.coverage`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardstore.coverage import FlatRange, Layouts, is_first
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.saving.sources import CutChunk, TensorSource, WritePlan, fetched
-from shardstore.sharded.coverage import FlatRange
-from shardstore.sharded.layouts import Layouts, is_first
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import xxhash
 
+from shardstore.coverage import Layouts, check_object, local_layouts, merge_layouts, needs_layouts
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.layout import claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
@@ -30,8 +31,6 @@ from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
 from shardstore.saving.staging import Staging
-from shardstore.sharded.coverage import check_object
-from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import BaseChunks, read_base, reusing
