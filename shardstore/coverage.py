@@ -192,10 +192,10 @@ def report_shards(shards: Iterable[Any]) -> bytes:
         if isinstance(item, ShardedTensor):
             *values, flat = _cut_of(item)
             values.append(None if flat is None else (flat.start, flat.stop))
-            # The caller may have assigned lists instead of tuples.
-            cut = tuple(tuple(value) if type(value) is list else value for value in values)
+            if list in map(type, values):  # the caller assigned lists instead of tuples
+                values = [tuple(value) if type(value) is list else value for value in values]
             keys.append(item.key)
-            numbers.append(cuts.setdefault(cut, len(cuts)))
+            numbers.append(cuts.setdefault(tuple(values), len(cuts)))
         elif isinstance(item, ShardedObject):
             objects.append(item.without_data())
     return pickle.dumps([(tuple(keys), tuple(numbers), list(cuts), objects)])
