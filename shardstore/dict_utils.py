@@ -47,8 +47,7 @@ def extract_matching_values(
     """
     if not isinstance(x, dict | list):
         raise StructureError(
-            f"only a dict or a list can be split into matching and other values, "
-            f"not a {type(x).__name__}"
+            f"only dicts and lists can be split into matching and other values, not {type(x)}"
         )
     matching, others = empty_like(x), empty_like(x)
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):

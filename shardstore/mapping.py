@@ -406,16 +406,15 @@ class ShardedTensor(ShardedBase):
                 f"a flattened shard can be narrowed along axis 0, not {dim}: "
                 "the elements along other axes are not contiguous"
             )
-        if not -ndim <= dim < ndim:
-            raise self._wrong(f"cannot narrow axis {dim}: the local tensor has {ndim} axes")
-        dim %= ndim
-        axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
+        size = self.local_shape[dim] if -ndim <= dim < ndim else -1  # -1 is less than any start
         start += size if start < 0 else 0
-        if start < 0 or length < 0 or start + length > size:
+        if not 0 <= start <= start + length <= size:
             raise self._wrong(
-                f"cannot narrow axis {dim} of local length {size} to "
-                f"{length} elements from {start} on"
+                f"cannot narrow axis {dim} to {length} elements from {start} on; give an axis and "
+                "elements of local_shape"
             )
+        dim %= ndim
+        axis = dim + self.prepend_axis_num
         global_size, offset, unit = self.global_shape[axis], self.global_offset[axis], max(1, size)
         if global_size % unit or offset % unit or (global_size and not size):
             raise self._wrong(

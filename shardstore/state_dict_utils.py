@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shardstore.coverage import is_empty_range
 from shardstore.dict_utils import Path, dict_list_map_inplace, extract_matching_values, leaves
 from shardstore.errors import StructureError
 from shardstore.mapping import (
@@ -21,7 +22,6 @@ from shardstore.mapping import (
     StateDict,
     apply_factories,
 )
-from shardstore.sharded.layouts import is_empty_range
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from shardstore.core import CheckpointingConfig, maybe_load_config
+from shardstore.coverage import check_reports, report_shards
 from shardstore.dict_utils import (
     dict_list_map_outplace,
     diff,
@@ -36,7 +37,6 @@ from shardstore.mapping import (
     ShardedTensor,
     StateDict,
 )
-from shardstore.sharded.coverage import check_reports, report_shards
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.stores.location import Location

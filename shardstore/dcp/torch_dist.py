@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.core import DCP_BACKEND
+from shardstore.coverage import check_reports, report_shards
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
@@ -50,7 +51,6 @@ from shardstore.saving.execute import Staging
 from shardstore.saving.plan import parts_of, require_plain
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
-from shardstore.sharded.coverage import check_reports, report_shards
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid

@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from shardstore.coverage import Layouts, as_flat_range, local_layouts, merge_layouts
 from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException, KeyNameError
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
 from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes
-from shardstore.sharded.layouts import Layouts, as_flat_range, local_layouts, merge_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, Files, publish, write_chunks

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+from shardstore.coverage import as_flat_range
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.groups import group_rank, group_size
 from shardstore.errors import AccessPatternError
@@ -35,7 +36,6 @@ from shardstore.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from shardstore.sharded.layouts import as_flat_range
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
@@ -161,8 +161,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
         else:
             raise AccessPatternError(
                 f"key {key!r} has the placement {placement}: every rank holds only a part of a "
-                "sum; redistribute it first "
-                "(tensor.redistribute(placements=[Replicate()]))",
+                "sum; redistribute it first (tensor.redistribute(placements=[Replicate()]))",
                 key=key,
             )
     runs = [held(*about) for about in zip(shape, cuts, indices, strict=True)]
@@ -253,8 +252,7 @@ def _claimed(state: ShardedStateDict) -> list[ClaimedTensor]:
 def claims(state: ShardedStateDict) -> bytes:
     """Return a report of the main replicas on this rank that ranks outside their meshes may also
     hold."""
-    held = [_sharded_tensor_shard_id(tensor) for tensor in _claimed(state)]
-    return pickle.dumps(held)
+    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in _claimed(state)])
 
 
 def decide_claims(reports: Sequence[bytes]) -> bytes:

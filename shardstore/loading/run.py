@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
+from shardstore.coverage import check_reports, join_reports, report_shards, shards_of_report
 from shardstore.dict_utils import extract_matching_values, merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
@@ -38,12 +39,6 @@ from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.sharded.coverage import (
-    check_reports,
-    join_reports,
-    report_shards,
-    shards_of_report,
-)
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit.inventory import check_integrity

@@ -2,7 +2,7 @@
 they are copied from.
 
 Each rank plans alone, by the same rules. For irregular and flattened tensors, it first needs the
-layouts of other ranks (:mod:`shardstore.sharded.layouts`).
+layouts of other ranks (:mod:`shardstore.coverage`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardstore.coverage import FlatRange, Layouts, is_first
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
-from shardstore.sharded.coverage import FlatRange
-from shardstore.sharded.layouts import Layouts, is_first
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges

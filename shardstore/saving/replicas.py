@@ -16,11 +16,11 @@ from typing import Any
 
 import xxhash
 
+from shardstore.coverage import is_empty_range
 from shardstore.distributed.groups import global_ranks
 from shardstore.errors import AccessPatternError
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardstore.sharded.layouts import is_empty_range
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 

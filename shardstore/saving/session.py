@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
+from shardstore.coverage import Layouts, check_object, local_layouts, merge_layouts, needs_layouts
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import keys_of_plain
 from shardstore.dtensor.layout import claims, decide_claims
@@ -30,8 +31,6 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, S
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
-from shardstore.sharded.coverage import check_object
-from shardstore.sharded.layouts import Layouts, local_layouts, merge_layouts, needs_layouts
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import BaseChunks, ReusingMover, read_base

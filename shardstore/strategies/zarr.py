@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardstore.coverage import FlatRange, Layouts, is_first, local_layouts, merge_layouts
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
@@ -40,8 +41,6 @@ from shardstore.mapping import (
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import CutChunk, WritePlan, array_meta, fetched, plan_writes
 from shardstore.saving.session import Part, SaveSession, session_of
-from shardstore.sharded.coverage import FlatRange
-from shardstore.sharded.layouts import Layouts, is_first, local_layouts, merge_layouts
 from shardstore.storage.checkpoint import (
     StoredCheckpoint,
     create_array,

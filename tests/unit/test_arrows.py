@@ -23,7 +23,7 @@ LAYERS = (
     "serialization async_handle",
     "strategies",
     "saving loading",
-    "sharded distributed dtensor values mapping dict_utils state_dict_utils optimizer "
+    "coverage distributed dtensor values mapping dict_utils state_dict_utils optimizer "
     "validation exchange_utils core utils",
     "storage",
     "errors progress zarr_dtypes",

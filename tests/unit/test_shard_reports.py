@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardstore import coverage
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.sharded import coverage
 
 
 def shard(

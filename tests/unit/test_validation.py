@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore import validation
+from shardstore import coverage, validation
 from shardstore.core import CheckpointingConfig, save_config
 from shardstore.errors import (
     AccessPatternError,
@@ -25,7 +25,6 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.sharded import coverage
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,

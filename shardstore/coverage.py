@@ -1,7 +1,12 @@
-"""Check that all ranks describe each tensor and object alike, and that main replicas cover it once.
+"""The parts of tensors and objects that the ranks hold: layouts to plan by, and a check of them.
 
-Each rank reports its shards, and one rank checks all reports. The geometry at the end is exact for
-any boxes, and takes nearly linear time in the number of boxes for the cuts of real models.
+Before a save, ranks exchange the layouts of irregular and flattened tensors. For irregular cuts,
+the grid depends on the boundaries of all ranks. For flattened ranges, several ranks may hold parts
+of one chunk. All other tensors need no exchange.
+
+In the check, each rank reports its shards, and one rank checks that all ranks describe each tensor
+and object alike, and that main replicas cover it once. The geometry at the end is exact for any
+boxes, and takes nearly linear time in the number of boxes for the cuts of real models.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,11 +30,147 @@ from shardstore.errors import (
 from shardstore.mapping import (
     ShardedObject,
     ShardedTensor,
+    data_shape,
     flat_bounds,
     is_main_replica,
     local_box,
 )
-from shardstore.storage.format.grid import Box
+from shardstore.storage.format.grid import Box, cut_gcd
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+class FlatRange(NamedTuple):
+    """Elements ``start:stop`` of a flattened shard, held by a rank."""
+
+    start: int
+    stop: int
+    rank: int
+
+
+@dataclass
+class Layouts:
+    """The layouts of all ranks, for tensors that a rank cannot plan alone.
+
+    Attributes:
+        edges: key -> lengths of the cells that no boundary crosses, for irregular cuts.
+        ranges: key -> shard box -> the flattened ranges of this shard, in order.
+    """
+
+    edges: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranges: dict[str, dict[Box, list[FlatRange]]] = field(default_factory=dict)
+
+
+def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
+    """Return a shard of whole rows as a flattened range of the global tensor."""
+    shape = rows.global_shape
+    start = rows.global_offset[0] * math.prod(shape[1:])
+    return replace(
+        rows,
+        data=None if rows.data is None else rows.data.detach().reshape(-1),
+        local_shape=shape,
+        global_offset=(0,) * len(shape),
+        axis_fragmentations=(1,) * len(shape),
+        flattened_range=slice(start, start + math.prod(rows.local_shape)),
+    )
+
+
+def is_empty_range(tensor: ShardedTensor) -> bool:
+    """Return whether a tensor is a flattened range without elements. Such a range is neither saved
+    nor loaded."""
+    return tensor.flattened_range is not None and data_shape(tensor) == (0,)
+
+
+def is_alone(tensor: ShardedTensor) -> bool:
+    """Return whether a rank can plan this shard without the layouts of other ranks."""
+    if tensor.flattened_range is not None:
+        return False
+    return tensor.axis_fragmentations is not None or local_box(tensor).shape == tensor.global_shape
+
+
+def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
+    """Return whether the ranks must exchange layouts: irregular cuts or flattened ranges."""
+    return any(is_main_replica(tensor.replica_id) and not is_alone(tensor) for tensor in tensors)
+
+
+def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
+    """Return this rank's part of :class:`Layouts` as a message."""
+    entries = []
+    for tensor in tensors:
+        if is_main_replica(tensor.replica_id) and not is_alone(tensor):
+            is_flat = tensor.flattened_range is not None
+            bounds = FlatRange(*flat_bounds(tensor), rank) if is_flat else None
+            irregular = tensor.axis_fragmentations is None
+            entries.append(
+                (tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank)
+            )
+    return pickle.dumps(entries)
+
+
+def merge_layouts(reports: Sequence[bytes]) -> Layouts:
+    """Merge the messages of all ranks.
+
+    Raises:
+        AccessPatternError: ranges of a shard overlap or leave a gap, or ranks give a tensor
+            different global shapes; the text names key, shard, range and ranks.
+    """
+    layouts = Layouts()
+    shards: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    for report in reports:
+        for key, global_shape, irregular, box, bounds, rank in pickle.loads(report):
+            if irregular:
+                shape, boxes = shards.setdefault(key, (global_shape, []))
+                if shape != global_shape:
+                    raise AccessPatternError(
+                        f"Invalid access pattern: rank {rank} gives key {key!r} the global shape "
+                        f"{global_shape}, another rank {shape}",
+                        key=key,
+                        rank=rank,
+                    )
+                boxes.append(box)
+            if bounds is not None:
+                by_shard = layouts.ranges.setdefault(key, {})
+                by_shard.setdefault(box, []).append(bounds)
+    for key, (shape, boxes) in shards.items():
+        layouts.edges[key] = cut_gcd(shape, boxes)
+    for key, by_shard in layouts.ranges.items():
+        for box, ranges in by_shard.items():
+            by_shard[box] = sorted(r for r in ranges if r.stop > r.start)
+            check_flat_ranges(key, box, by_shard[box])
+    return layouts
+
+
+def is_first(tensor: ShardedTensor) -> bool:
+    """Return whether this is the main replica of the first shard; its rank creates the array."""
+    if not is_main_replica(tensor.replica_id) or any(o != 0 for o in tensor.global_offset):
+        return False
+    return tensor.flattened_range is None or flat_bounds(tensor)[0] == 0
+
+
+def check_flat_ranges(key: str, box: Box, ranges: Sequence[FlatRange]) -> None:
+    """Check that flattened ranges cover a shard exactly once.
+
+    Raises:
+        AccessPatternError: elements are held twice or not at all; the text names them and the
+            ranks.
+    """
+    fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
+    if fault is None:
+        return
+    ranks = [ranges[number].rank for number in fault.shards]
+    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
+    raise AccessPatternError(
+        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
+        f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly once: "
+        f"elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
+        f"{many if ranks else 'are held by no rank'}; ranges by rank: "
+        f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
+        key=key,
+        rank=ranks[0] if ranks else None,
+    )
+
+
+# -- coverage --------------------------------------------------------------------------------------
 
 _cut_of = attrgetter(*(f.name for f in fields(ShardedTensor) if f.name not in ("key", "data")))
 _Tensors = list[tuple[int, ShardedTensor]]
@@ -51,10 +192,10 @@ def report_shards(shards: Iterable[Any]) -> bytes:
         if isinstance(item, ShardedTensor):
             *values, flat = _cut_of(item)
             values.append(None if flat is None else (flat.start, flat.stop))
-            # The caller may have assigned lists instead of tuples.
-            cut = tuple(tuple(value) if type(value) is list else value for value in values)
+            if list in map(type, values):  # the caller assigned lists instead of tuples
+                values = [tuple(value) if type(value) is list else value for value in values]
             keys.append(item.key)
-            numbers.append(cuts.setdefault(cut, len(cuts)))
+            numbers.append(cuts.setdefault(tuple(values), len(cuts)))
         elif isinstance(item, ShardedObject):
             objects.append(item.without_data())
     return pickle.dumps([(tuple(keys), tuple(numbers), list(cuts), objects)])
@@ -233,39 +374,7 @@ def _ranks(held: _Tensors | _Objects) -> list[int]:
     return sorted({rank for rank, _ in held})[:16]
 
 
-# -- flattened ranges and boxes --------------------------------------------------------------------
-
-
-class FlatRange(NamedTuple):
-    """Elements ``start:stop`` of a flattened shard, held by a rank."""
-
-    start: int
-    stop: int
-    rank: int
-
-
-def check_flat_ranges(key: str, box: Box, ranges: Sequence[FlatRange]) -> None:
-    """Check that flattened ranges cover a shard exactly once.
-
-    Raises:
-        AccessPatternError: elements are held twice or not at all; the text names them and the
-            ranks.
-    """
-    fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
-    if fault is None:
-        return
-    ranks = [ranges[number].rank for number in fault.shards]
-    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
-    raise AccessPatternError(
-        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
-        f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly once: "
-        f"elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
-        f"{many if ranks else 'are held by no rank'}; ranges by rank: "
-        f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
-        key=key,
-        rank=ranks[0] if ranks else None,
-    )
-
+# -- geometry --------------------------------------------------------------------------------------
 
 # Largest number of grid cells that are counted at once. A region with more is cut in two.
 _MAX_CELLS = 1 << 20

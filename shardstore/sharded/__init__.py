@@ -1,1 +1,0 @@
-"""Sharded tensors, objects and factories: their common base, positions and layouts."""
