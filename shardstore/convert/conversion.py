@@ -140,13 +140,25 @@ def convert(
     wanted = target_format or (
         "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
     )
+    for option, given, known_formats in (
+        ("source_format", found, FORMATS),
+        ("target_format", wanted, TARGET_FORMATS),
+    ):
+        if given not in known_formats:
+            raise CheckpointingException(
+                f"{option}={given!r} is not one of {', '.join(known_formats)}"
+            )
     # Verification needs two buffers of a batch at a time.
     batch_bytes = max(1, memory_budget // 2)
+    work = beside.child(f".{goal.name}.convert")
     if wanted == "shardstore":
         built: Target = ShardstoreTarget(goal, found, overwrite, batch_bytes)
+    elif wanted == "safetensors":
+        built = SafetensorsTarget(work, goal, file_bytes, batch_bytes)
     else:
-        work = beside.child(f".{goal.name}.convert")
-        built = _files_target(wanted, work, goal, file_bytes, batch_bytes)
+        from shardstore.convert.dcp import DcpTarget, MegatronTarget  # imports torch
+
+        built = (DcpTarget if wanted == "dcp" else MegatronTarget)(work, goal)
     about = {"source": place.url, "source_format": found, "target_format": wanted}
     log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
     started = perf_counter()
@@ -261,37 +273,17 @@ def detect(place: Location) -> str:
 
 
 def open_source(place: Location, source_format: str) -> Source:
-    """Open a checkpoint of a known format for reading.
+    """Open a checkpoint of one of :data:`FORMATS` for reading.
 
     Raises:
         NotACheckpointError, DamagedCheckpointError: the place holds no checkpoint of that format,
             or a damaged one.
     """
-    if source_format in ("shardstore", "megatron-zarr"):
-        return ZarrSource(place)
     if source_format in ("torch_dist", "dcp"):
         from shardstore.convert.dcp import DcpSource  # imports torch
 
         return DcpSource(place)
-    if source_format == "safetensors":
-        return SafetensorsSource.open(place)
-    raise CheckpointingException(
-        f"source_format={source_format!r} is not one of {', '.join(FORMATS)}"
-    )
-
-
-def _files_target(
-    target_format: str, work: Location, goal: Location, file_bytes: int, budget_bytes: int
-) -> Target:
-    if target_format == "safetensors":
-        return SafetensorsTarget(work, goal, file_bytes, budget_bytes)
-    if target_format in ("dcp", "megatron"):
-        from shardstore.convert.dcp import DcpTarget, MegatronTarget  # imports torch
-
-        return (DcpTarget if target_format == "dcp" else MegatronTarget)(work, goal)
-    raise CheckpointingException(
-        f"target_format={target_format!r} is not one of {', '.join(TARGET_FORMATS)}"
-    )
+    return SafetensorsSource.open(place) if source_format == "safetensors" else ZarrSource(place)
 
 
 def _require_apart(source: Location, target: Location) -> None:

@@ -16,6 +16,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapreplace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -330,10 +331,13 @@ class _FilesSave:
             by_prefix.setdefault(prefix, []).append(item)
         files: list[tuple[str, list[WriteItem]]] = []
         for prefix, items in by_prefix.items():
-            items.sort(key=_size_of, reverse=True)
-            for first in range(min(most, len(items))):
-                name = f"{prefix}__{self._ranks.rank}_{len(files)}.distcp"
-                files.append((name, items[first::most]))
+            parts = [(0, number, list[WriteItem]()) for number in range(min(most, len(items)))]
+            for item in sorted(items, key=_size_of, reverse=True):
+                size, number, part = parts[0]  # the smallest
+                part.append(item)
+                heapreplace(parts, (size + _size_of(item), number, part))
+            for _, _, part in parts:
+                files.append((f"{prefix}__{self._ranks.rank}_{len(files)}.distcp", part))
         return files
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
