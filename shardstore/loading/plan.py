@@ -296,10 +296,7 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     """Return whether a box is inside of a shape with the same number of axes."""
-    for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
-        if o + s > n:
-            return False
-    return True
+    return all(o + s <= n for o, s, n in zip(box.offset, box.shape, shape, strict=True))
 
 
 def _destination(tensor: ShardedTensor) -> TensorRead:

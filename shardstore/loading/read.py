@@ -30,6 +30,7 @@ from shardstore.distributed.groups import broadcast_bytes, gathered, group_rank,
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import HostRead, ReadPlan
+from shardstore.progress import Meter
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
@@ -70,14 +71,14 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
     """
     if read is not None:
         context = replace(context, group=None)
-    stored, meter = context.stored, context.meter
-    done = meter.count if meter is not None and meter.is_watched else None
+    stored = context.stored
+    meter = context.meter or Meter("load", stored.location.url)
+    done = meter.count if meter.is_watched else None
     with context.together(), torch.no_grad():
         regions = [region for one in plan.values() for region in one.regions]
-        if meter is not None:
-            watched = regions if meter.is_watched else ()
-            chunks = sum(1 for region in watched for _ in chunk_parts(region))
-            meter.expect(sum(region.out.nbytes for region in regions), chunks)
+        watched = regions if meter.is_watched else ()
+        chunks = sum(1 for region in watched for _ in chunk_parts(region))
+        meter.expect(sum(region.out.nbytes for region in regions), chunks)
         for one in plan.values():
             if one.is_padded:
                 one.target.zero_()
