@@ -463,18 +463,18 @@ def part_of(
     if key not in tensors:
         raise _missing(key, tensors, url)
     whole: ShardedTensor = tensors[key]
-    slices = region.get(key, ()) if isinstance(region, Mapping) else region or ()
+    given = region.get(key, ()) if isinstance(region, Mapping) else region or ()
     shape = whole.global_shape
     try:
-        if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
-            raise TypeError("too many slices, or steps")
-        bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)]
-    except (TypeError, AttributeError) as error:
+        slices = [*given, *[slice(None)] * (len(shape) - len(given))]
+        if any(s.step not in (None, 1) for s in slices):
+            raise TypeError("steps")
+        bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
+    except (TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(
-            f"region {slices!r} does not fit key {key!r} of shape {shape}: give a list of slices "
+            f"region {given!r} does not fit key {key!r} of shape {shape}: give a list of slices "
             "of whole numbers, without steps, at most one an axis, such as [slice(0, 2)]"
         ) from error
-    bounds += [(0, n) for n in shape[len(slices) :]]
     local = tuple(max(0, stop - start) for start, stop in bounds)
     offset = tuple(start if n else 0 for (start, _), n in zip(bounds, local, strict=True))
     if local == shape:
