@@ -249,8 +249,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     that is loaded into the same memory."""
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
-    is_whole = box.shape == tensor.global_shape and not any(box.offset)
-    if not is_whole and box.size and not _is_inside(box, tensor.global_shape):
+    if box.size and not _is_inside(box, tensor.global_shape):
         raise AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,6 @@ from shardstore.strategies.base import (
 from shardstore.values import plain as plain_values
 from shardstore.values import record
 from shardstore.values.torch_values import dump_bytes, load_bytes, require_loadable
-
-logger = getLogger(__name__)
 
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
