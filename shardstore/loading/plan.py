@@ -288,9 +288,14 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
         return
     position = 0
     for part in flat_range_boxes(box.shape, *flat_bounds(tensor)):
-        offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
-        yield Box(offset, part.shape), memory[position : position + part.size].reshape(part.shape)
+        where = memory[position : position + part.size].reshape(part.shape)
+        yield moved(part, box.offset), where
         position += part.size
+
+
+def moved(part: Box, origin: tuple[int, ...]) -> Box:
+    """Return a box relative to ``origin`` as a box of the whole array."""
+    return Box(tuple(a + b for a, b in zip(part.offset, origin, strict=True)), part.shape)
 
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
