@@ -390,9 +390,7 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
     if hasattr(store, "root"):
         url, options = str(store.root), {}
     elif hasattr(store, "fs"):
-        protocol = store.fs.protocol
-        protocol = protocol if isinstance(protocol, str) else protocol[0]
-        url = f"{protocol}://{store.path.lstrip('/')}"
+        url = store.fs.unstrip_protocol(store.path.lstrip("/"))
         options = {k: v for k, v in store.fs.storage_options.items() if k != "asynchronous"}
     else:
         return None
@@ -492,8 +490,6 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
             "cannot change the number of axes or drop data: expect at least the stored shape",
             key=expected_sharded_ten.key,
         )
-    if shape == expected:
-        return x
     out = x.new_zeros(expected)
     out[tuple(slice(n) for n in shape)] = x
     return out
