@@ -86,12 +86,10 @@ V2_LAYOUT, V3_LAYOUT = 1, 2
 
 def register_default_zarr_strategies() -> None:
     """Register default strategies related to the Zarr backend, versions 1 and 2."""
+    save, load = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
     for version in (V2_LAYOUT, V3_LAYOUT):
-        for action, strategy in (
-            (StrategyAction.SAVE_SHARDED, ZarrSaveShardedStrategy(BACKEND, version)),
-            (StrategyAction.LOAD_SHARDED, ZarrLoadShardedStrategy()),
-        ):
-            register_default_strategy(action, BACKEND, version, strategy)
+        register_default_strategy(save, BACKEND, version, ZarrSaveShardedStrategy(BACKEND, version))
+        register_default_strategy(load, BACKEND, version, ZarrLoadShardedStrategy())
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
