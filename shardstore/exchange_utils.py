@@ -131,19 +131,14 @@ def determine_main_replica_uniform_distribution(
                 holders.append(rank)
             if is_main_replica(sh_ten.replica_id):
                 in_group.add(shard_id)
-    elsewhere = set(ranks) - in_group
-    if ignore_groups:
-        in_group = set(ranks)
+    elsewhere = set(ranks) - in_group if ignore_groups else set()
+    in_group |= elsewhere
     ranks = {shard_id: holders for shard_id, holders in ranks.items() if shard_id in in_group}
-    main_ranks = distribute_shards_to_ranks(
-        ranks,
-        {
-            shard_id: math.prod(data_shape(metadata[shard_id])) * metadata[shard_id].dtype.itemsize
-            for shard_id in ranks
-        },
-        len(by_rank),
-        elsewhere if ignore_groups else set(),
-    )
+    sizes = {
+        shard_id: math.prod(data_shape(metadata[shard_id])) * metadata[shard_id].dtype.itemsize
+        for shard_id in ranks
+    }
+    main_ranks = distribute_shards_to_ranks(ranks, sizes, len(by_rank), elsewhere)
     return ShardDistribution(main_ranks, in_group, metadata, ranks)
 
 

@@ -255,8 +255,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     that is loaded into the same memory."""
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
-    is_whole = box.shape == tensor.global_shape and not any(box.offset)
-    if not is_whole and box.size and not _is_inside(box, tensor.global_shape):
+    if box.size and not _is_inside(box, tensor.global_shape):
         raise AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
@@ -295,17 +294,19 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
         return
     position = 0
     for part in flat_range_boxes(box.shape, *flat_bounds(tensor)):
-        offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
-        yield Box(offset, part.shape), memory[position : position + part.size].reshape(part.shape)
+        where = memory[position : position + part.size].reshape(part.shape)
+        yield moved(part, box.offset), where
         position += part.size
+
+
+def moved(part: Box, origin: tuple[int, ...]) -> Box:
+    """Return a box relative to ``origin`` as a box of the whole array."""
+    return Box(tuple(a + b for a, b in zip(part.offset, origin, strict=True)), part.shape)
 
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     """Return whether a box is inside of a shape with the same number of axes."""
-    for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
-        if o + s > n:
-            return False
-    return True
+    return all(o + s <= n for o, s, n in zip(box.offset, box.shape, shape, strict=True))
 
 
 def _destination(tensor: ShardedTensor) -> TensorRead:
@@ -472,18 +473,18 @@ def part_of(
     if key not in tensors:
         raise _missing(key, tensors, url)
     whole: ShardedTensor = tensors[key]
-    slices = region.get(key, ()) if isinstance(region, Mapping) else region or ()
+    given = region.get(key, ()) if isinstance(region, Mapping) else region or ()
     shape = whole.global_shape
     try:
-        if len(slices) > len(shape) or any(s.step not in (None, 1) for s in slices):
-            raise TypeError("too many slices, or steps")
-        bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=False)]
-    except (TypeError, AttributeError) as error:
+        slices = [*given, *[slice(None)] * (len(shape) - len(given))]
+        if any(s.step not in (None, 1) for s in slices):
+            raise TypeError("steps")
+        bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
+    except (TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(
-            f"region {slices!r} does not fit key {key!r} of shape {shape}: give a list of slices "
+            f"region {given!r} does not fit key {key!r} of shape {shape}: give a list of slices "
             "of whole numbers, without steps, at most one an axis, such as [slice(0, 2)]"
         ) from error
-    bounds += [(0, n) for n in shape[len(slices) :]]
     local = tuple(max(0, stop - start) for start, stop in bounds)
     offset = tuple(start if n else 0 for (start, _), n in zip(bounds, local, strict=True))
     if local == shape:

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from shardstore.distributed.groups import broadcast_bytes, gathered, group_rank, group_size
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading.context import LoadContext
-from shardstore.loading.plan import HostRead, ReadPlan
+from shardstore.loading.plan import HostRead, ReadPlan, moved
+from shardstore.progress import Meter
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
@@ -70,14 +71,14 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
     """
     if read is not None:
         context = replace(context, group=None)
-    stored, meter = context.stored, context.meter
-    done = meter.count if meter is not None and meter.is_watched else None
+    stored = context.stored
+    meter = context.meter or Meter("load", stored.location.url)
+    done = meter.count if meter.is_watched else None
     with context.together(), torch.no_grad():
         regions = [region for one in plan.values() for region in one.regions]
-        if meter is not None:
-            watched = regions if meter.is_watched else ()
-            chunks = sum(1 for region in watched for _ in chunk_parts(region))
-            meter.expect(sum(region.out.nbytes for region in regions), chunks)
+        watched = regions if meter.is_watched else ()
+        chunks = sum(1 for region in watched for _ in chunk_parts(region))
+        meter.expect(sum(region.out.nbytes for region in regions), chunks)
         for one in plan.values():
             if one.is_padded:
                 one.target.zero_()
@@ -206,7 +207,7 @@ def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
     array = region.array
     most = max(1, limit_bytes // dtypes.itemsize(array.dtype))
     for part in chunk_parts(region):
-        box = box_of(part)
+        box = moved(part.within, part.array.grid.box(part.index).offset)
         rest = box.size
         for small in _split(box, most) if array.is_plain else [box]:
             rest -= small.size
@@ -214,19 +215,11 @@ def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
             yield Piece(array, small, [(..., part.out[where])], int(rest == 0))
 
 
-def box_of(part: ChunkPart) -> Box:
-    """Return the box of the array that a part of a chunk covers."""
-    corner = part.array.grid.box(part.index).offset
-    offset = tuple(a + b for a, b in zip(corner, part.within.offset, strict=True))
-    return Box(offset, part.within.shape)
-
-
 def _split(box: Box, most: int) -> Iterator[Box]:
     """Cut a box into boxes of at most ``most`` elements, in C order."""
     for start in range(0, box.size, most):
         for part in flat_range_boxes(box.shape, start, min(start + most, box.size)):
-            offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
-            yield Box(offset, part.shape)
+            yield moved(part, box.offset)
 
 
 # -- together with replicas ------------------------------------------------------------------------
@@ -348,6 +341,6 @@ def _read_alone(
             several.append(piece)
             continue
         kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
-        reads.append(kind(part.array, box_of(part), part.out))
+        reads.append(kind(part.array, moved(part.within, piece.box.offset), part.out))
     with behind(stream):
         read_through_host(read, reads, limit_bytes, done, several)

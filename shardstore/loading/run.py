@@ -384,15 +384,14 @@ def _match(
     place = context.stored.location.place
     for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
     common_state = for_common.load_common(place)
-    missing: set[str] = set()
-    unexpected: set[str] = set()
+    stored: CkptShardedMetadata = {}
     if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
         stored = stored_metadata(place, for_tensors, for_common)
         stored = {name: value for name, value in stored.items() if value.key != COMMON_OBJECT}
-        everyone = [one for report in reports for one in shards_of_report(report)] or None
-        wanted, missing, unexpected = validate_integrity_and_strict_load(
-            wanted, call.mode, False, list(nested_values(wanted)), everyone, stored
-        )
+    everyone = [one for report in reports for one in shards_of_report(report)] or None
+    wanted, missing, unexpected = validate_integrity_and_strict_load(
+        wanted, call.mode, False, list(nested_values(wanted)), everyone, stored
+    )
     if call.device is not None:
         wanted = with_destinations(wanted, call.device)
     return _Matched(for_tensors, for_common, common_state, wanted, missing, unexpected)

@@ -9,9 +9,8 @@ write the common values as JSON in the root document, see :mod:`shardstore.value
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from shardstore.storage.format.names import (
     key_of,
     node_name,
 )
+from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
     LoadCommonStrategy,
@@ -49,12 +49,10 @@ from shardstore.values import plain as plain_values
 from shardstore.values import record
 from shardstore.values.torch_values import dump_bytes, load_bytes, require_loadable
 
-logger = getLogger(__name__)
-
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
-READ_TOGETHER = 128
-"""Number of objects whose files are in memory at a time."""
+READ_TOGETHER = 64
+"""Number of objects that are read from an object store at a time."""
 
 
 def load_file(name: str, data: bytes, url: str, key: str) -> Any:
@@ -193,15 +191,21 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
             UnsafeObjectError, DamagedCheckpointError: see :func:`load_bytes`.
         """
         stored = context_of(checkpoint_dir).stored
+        sizes = {} if stored.root is None else stored.root.file_bytes
+        values: dict[int, Any] = {}
+
+        def load(objects: Sequence[ShardedObject]) -> None:
+            for sharded in objects:
+                name, data = _read_file(stored, sharded, sizes)
+                stored.check_file(name, data)
+                url = f"{stored.location.url}/{name}"
+                values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
+
         objects = list(nested_values(sharded_objects_state_dict))
         for sharded in objects:
             if not isinstance(sharded, ShardedObject):
                 raise CheckpointingException(f"{type(sharded).__name__} is not a ShardedObject")
-        values: dict[int, Any] = {}
-        for sharded, name, data in _read_files(stored, objects):
-            stored.check_file(name, data)
-            url = f"{stored.location.url}/{name}"
-            values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
+        run_batched(objects, load, threads=1 if stored.location.is_local else READ_TOGETHER)
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
         )
@@ -250,38 +254,19 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         return found.nested(url, self.load_sharded_objects(wanted, checkpoint_dir))
 
 
-def _names_of(sharded: ShardedObject) -> list[str]:
-    """Return the possible names of an object's file, the most likely first."""
-    names = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
-    return [name for name in dict.fromkeys(names) if is_inside(name)]
-
-
-def _read_files(
-    stored: StoredCheckpoint, objects: Sequence[ShardedObject]
-) -> Iterator[tuple[ShardedObject, str, bytes]]:
-    """Yield each object with the name and content of its file.
-
-    In an object store, :data:`READ_TOGETHER` files are read at a time.
-    """
-    location = stored.location
-    step = 1 if location.is_local else READ_TOGETHER
-    sizes = {} if stored.root is None else stored.root.file_bytes
-    for start in range(0, len(objects), step):
-        left = [(sharded, _names_of(sharded)) for sharded in objects[start : start + step]]
-        while left:
-            for sharded, names in left:
-                if not names:
-                    for name in _names_of(sharded):
-                        stored.check_file(name, None)
-                    raise _missing(location, sharded)
-            tried = [names[0] for _, names in left]
-            found = dict(
-                zip(tried, location.read_many(tried, [*map(sizes.get, tried)]), strict=True)
-            )
-            for sharded, names in left:
-                if (data := found[names[0]]) is not None:
-                    yield sharded, names[0], data
-            left = [(sharded, names[1:]) for sharded, names in left if found[names[0]] is None]
+def _read_file(
+    stored: StoredCheckpoint, sharded: ShardedObject, sizes: Mapping[str, int]
+) -> tuple[str, bytes]:
+    """Return name and content of an object's file. ``sizes`` are those of the commit."""
+    candidates = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
+    names = [name for name in dict.fromkeys(candidates) if is_inside(name)]
+    for name in names:
+        (data,) = stored.location.read_many([name], [sizes.get(name)])
+        if data is not None:
+            return name, data
+    for name in names:
+        stored.check_file(name, None)
+    raise _missing(stored.location, sharded)
 
 
 def _missing(location: Location, sharded: ShardedObject) -> MissingKeyError:

@@ -175,27 +175,22 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         assert distribution is not None  # there is more than one rank
         values = list(nested_values(sharded_state_dict))
         tensors, others = _by_reader(values, ShardedTensor, _sharded_tensor_shard_id)
-        objects: dict[_ShardId, ShardedObject] = {}
-        if self.can_handle_sharded_objects:
-            objects, _ = _by_reader(values, ShardedObject, _sharded_object_id)
+        held = values if self.can_handle_sharded_objects else []
+        objects, _ = _by_reader(held, ShardedObject, _sharded_object_id)
         # Also for an empty request, because a strategy may wait for all ranks.
         wanted = {str(n): item for n, item in enumerate([*tensors.values(), *objects.values()])}
         group = None if self.can_handle_sharded_objects else self.parallelization_group
         with raise_together(group, f"Loading from {checkpoint_dir}"):
             loaded = self.base_strategy.load(wanted, checkpoint_dir)
             mine = {shard_id: loaded[str(n)] for n, shard_id in enumerate([*tensors, *objects])}
-        loaded_tensors = exchange_by_distribution(
-            {shard_id: mine[shard_id] for shard_id in tensors},
-            others,
-            distribution,
-            self.parallelization_group,
-        )
+        own = {shard_id: mine[shard_id] for shard_id in tensors}
+        shared = exchange_by_distribution(own, others, distribution, self.parallelization_group)
         state: StateDict = dict(dict_list_map_outplace(lambda value: value, sharded_state_dict))
         if self.can_handle_sharded_objects:
             own = {shard_id: mine[shard_id] for shard_id in objects}
             found = exchange_loaded_objects_gather_object(own)
             self.fill_in_deferred_sharded_objects(state, found)
-        self.fill_in_deferred_sharded_tensors(state, loaded_tensors)
+        self.fill_in_deferred_sharded_tensors(state, shared)
         return state
 
     @staticmethod
@@ -352,10 +347,9 @@ def _by_reader(
     values: Iterable[Any], kind: type[T], shard_id_of: Callable[[T], _ShardId]
 ) -> tuple[dict[_ShardId, T], dict[_ShardId, T]]:
     """Return the items of a type that this rank loads, and those that others load for it, by id."""
-    items = [value for value in values if isinstance(value, kind)]
     mine: dict[_ShardId, T] = {}
     others: dict[_ShardId, T] = {}
-    for item in items:
+    for item in (value for value in values if isinstance(value, kind)):
         chosen = mine if is_main_replica(item.replica_id) else others
         chosen.setdefault(shard_id_of(item), item)
     return mine, {shard_id: item for shard_id, item in others.items() if shard_id not in mine}

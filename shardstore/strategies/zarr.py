@@ -85,12 +85,10 @@ V2_LAYOUT, V3_LAYOUT = 1, 2
 
 def register_default_zarr_strategies() -> None:
     """Register default strategies related to the Zarr backend, versions 1 and 2."""
+    save, load = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
     for version in (V2_LAYOUT, V3_LAYOUT):
-        for action, strategy in (
-            (StrategyAction.SAVE_SHARDED, ZarrSaveShardedStrategy(BACKEND, version)),
-            (StrategyAction.LOAD_SHARDED, ZarrLoadShardedStrategy()),
-        ):
-            register_default_strategy(action, BACKEND, version, strategy)
+        register_default_strategy(save, BACKEND, version, ZarrSaveShardedStrategy(BACKEND, version))
+        register_default_strategy(load, BACKEND, version, ZarrLoadShardedStrategy())
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -380,9 +378,7 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
     if hasattr(store, "root"):
         url, options = str(store.root), {}
     elif hasattr(store, "fs"):
-        protocol = store.fs.protocol
-        protocol = protocol if isinstance(protocol, str) else protocol[0]
-        url = f"{protocol}://{store.path.lstrip('/')}"
+        url = store.fs.unstrip_protocol(store.path.lstrip("/"))
         options = {k: v for k, v in store.fs.storage_options.items() if k != "asynchronous"}
     else:
         return None
@@ -482,8 +478,6 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
             "cannot change the number of axes or drop data: expect at least the stored shape",
             key=expected_sharded_ten.key,
         )
-    if shape == expected:
-        return x
     out = x.new_zeros(expected)
     out[tuple(slice(n) for n in shape)] = x
     return out
