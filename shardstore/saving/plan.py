@@ -300,11 +300,21 @@ def _plan_flat(
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
     elements = parts_of(tensor.data, tensor.key)
-    for index in meta.grid.overlapping(box):
-        part = meta.grid.box(index).relative_to(box.offset)
-        last_offset = tuple(end - 1 for end in part.end)
-        if _position(last_offset, box.shape) < start or _position(part.offset, box.shape) >= stop:
-            continue
+
+    def part_of(index: tuple[int, ...]) -> Box:
+        return meta.grid.box(index).relative_to(box.offset)
+
+    def first_of(index: tuple[int, ...]) -> int:
+        return _position(part_of(index).offset, box.shape)
+
+    def last_of(index: tuple[int, ...]) -> int:
+        return _position(tuple(end - 1 for end in part_of(index).end), box.shape)
+
+    # The first and the last elements of the chunks ascend: skip chunks before and after the range.
+    indices = list(meta.grid.overlapping(box))
+    begin = bisect_left(indices, start, key=last_of)
+    for index in indices[begin : bisect_left(indices, stop, key=first_of)]:
+        part = part_of(index)
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.
         positions = _positions(part, box.shape)
@@ -321,9 +331,9 @@ def _plan_flat(
             writes.append(ChunkWrite(meta, index, data))
             continue
         pieces = tuple(
-            (r.rank, begin, end)
+            (r.rank, low, high)
             for r in ranges
-            if (begin := bisect_left(positions, r.start)) < (end := bisect_left(positions, r.stop))
+            if (low := bisect_left(positions, r.start)) < (high := bisect_left(positions, r.stop))
         )
         owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
         shared = CutChunk(meta, index, part.shape, owner, pieces)
