@@ -220,7 +220,7 @@ def stats(
             "key": array.key,
             "dtype": array.meta.dtype,
             "shape": list(array.shape),
-            **found[array.key].as_dict(),
+            **asdict(found[array.key]),
             "damage": damage.get(array.key, []),
         }
         for array in arrays

@@ -16,7 +16,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import islice, product
-from operator import index as integer
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import (
@@ -447,34 +446,25 @@ class StoredArray:
         full = [slice(None)] * (self.ndim - len(indices))
         out = []
         for axis, part in enumerate([*indices[:at], *full, *indices[at:]]):
-            length = self.shape[axis]
             try:
-                if isinstance(part, slice):
-                    out.append((range(length)[part], False))
-                    continue
                 if isinstance(part, bool):
                     raise TypeError
-                position = integer(part)
+                found = range(self.shape[axis])[part]
+            except IndexError:
+                raise IndexRangeError(
+                    f"index {part} is out of range for axis {axis} of {shown}, "
+                    f"whose length is {self.shape[axis]}",
+                    key=self.key,
+                ) from None
             except (TypeError, ValueError):
                 raise ArgumentError(
                     f"{part!r:.60} is not an index of {shown}: give integers, slices and an "
                     "ellipsis, and use other indices on the NumPy array that this returns",
                     key=self.key,
                 ) from None
-            if not -length <= position < length:
-                raise IndexRangeError(
-                    f"index {position} is out of range for axis {axis} of {shown}, "
-                    f"whose length is {length}",
-                    key=self.key,
-                )
-            position %= length
-            out.append((range(position, position + 1), True))
+            is_single = isinstance(found, int)
+            out.append((range(found, found + 1) if is_single else found, is_single))
         return out
-
-    def read_box(self, box: Box) -> NDArray[Any]:
-        """Return the values of a box. Raises the errors of indexing."""
-        values: NDArray[Any] = self[(*box.slices, ...)]
-        return values
 
     def select(self, axes: Sequence[Sequence[range]]) -> NDArray[Any]:
         """Return the values at the outer product of positions.
@@ -485,28 +475,24 @@ class StoredArray:
         import numpy as np
 
         from shardstore.storage.movers.chunks import RegionRead
+        from shardstore.storage.movers.parallel import run_batched
 
         out = np.empty([sum(map(len, ranges)) for ranges in axes], self.dtype)
-        if not out.size:
-            return out
-        pieces = product(*map(_pieces, axes, self.chunks))
-        while batch := list(islice(pieces, READ_TOGETHER)):
-            reads: list[RegionRead] = []
-            places: list[tuple[NDArray[Any], Any]] = []
+
+        def work(batch: Sequence[tuple[tuple[range, slice], ...]]) -> None:
             for piece in batch:
                 low = tuple(min(found[0], found[-1]) for found, _ in piece)
                 shape = tuple(abs(found[-1] - found[0]) + 1 for found, _ in piece)
                 within: Any = (..., *(where for _, where in piece))
-                step = (..., *(slice(None, None, found.step) for found, _ in piece))
-                target = out[within]
+                steps: Any = (..., *(slice(None, None, found.step) for found, _ in piece))
                 by_one = all(found.step == 1 for found, _ in piece)
-                values = target if by_one else np.empty(shape, out.dtype)
-                reads.append(RegionRead(self.meta, Box(low, shape), values))
-                places.append((target, step))
-            self.checkpoint.read(reads)
-            for read, (target, step) in zip(reads, places, strict=True):
-                if read.out is not target:
-                    target[...] = read.out[step]
+                values = out[within] if by_one else np.empty(shape, out.dtype)
+                self.checkpoint.read([RegionRead(self.meta, Box(low, shape), values)])
+                if not by_one:
+                    out[within] = values[steps]
+
+        pieces = list(product(*map(_pieces, axes, self.chunks)))
+        run_batched(pieces, work, threads=READ_TOGETHER)
         return out
 
     def __repr__(self) -> str:
