@@ -74,6 +74,8 @@ def save(
     content_metadata: dict[str, Any] | None = None,
     async_strategy: str | None = None,
     verify_integrity: bool = False,
+    _error: BaseException | None = None,
+    _record: dict[str, Any] | None = None,
     **options: Unpack[SaveKeywords],
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, completely or not at all.
@@ -111,6 +113,8 @@ def save(
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
             ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
             ``verify_base``, ``compression``, ``array_documents``, ``replica_group``, ``progress``.
+        _error: an earlier error of this rank; every rank raises it.
+        _record: receives the commit record.
 
     Returns:
         ``None``. With ``async_sharded_save``, the request: the caller may change the state at once,
@@ -128,6 +132,8 @@ def save(
     """
 
     def prepared(ranks: Ranks) -> Part:
+        if _error is not None:
+            raise _error
         if async_strategy not in (None, "mcore", "nvrx"):
             raise ArgumentError(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
@@ -144,7 +150,10 @@ def save(
             content_metadata=content_metadata,
         )
 
-    return run_save(checkpoint_dir, prepared, verify_integrity=verify_integrity)[1]
+    session, request = run_save(checkpoint_dir, prepared, verify_integrity=verify_integrity)
+    if _record is not None:
+        _record.update(session.record)
+    return request
 
 
 def save_strategies(

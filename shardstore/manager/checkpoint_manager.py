@@ -17,7 +17,6 @@ from typing import Any, Literal, Unpack
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.manager.restore import Restored, restore_step
 from shardstore.manager.steps import (
@@ -32,11 +31,9 @@ from shardstore.manager.steps import (
 )
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressArgument
-from shardstore.saving.run import prepare, run_save
-from shardstore.saving.session import Part
-from shardstore.serialization import save_strategies
+from shardstore.serialization import save
 from shardstore.storage.movers.parallel import yield_to_others
-from shardstore.storage.options import StepKeywords, options_of
+from shardstore.storage.options import StepKeywords
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
@@ -216,32 +213,14 @@ class CheckpointManager:
                 on every rank.
             CheckpointingException: as :func:`shardstore.save`.
         """
-        place, about, given, error = self._prepare(step, metrics, options, SaveArguments)
-        used = self._used_by(place, given)
-        settings = {name: given.pop(name) for name in StepKeywords.__annotations__ if name in given}
-        validate = given.pop("validate_access_integrity", True)
-        strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
-        preprocess = given.pop("preprocess_common_before_consistancy_check", None)
-
-        def prepared(ranks: Ranks) -> Part:
-            if error is not None:
-                raise error
-            return prepare(
-                ranks,
-                state,
-                place.place,
-                options_of("save", settings, validate_access_integrity=validate),
-                save_strategies(*strategies),
-                preprocess=preprocess,
-                **given,
-            )
-
+        place, about, used, given = self._prepare(step, metrics, options, SaveArguments)
+        record: dict[str, Any] = {}
         with self._steps.using(used):
-            session, _ = run_save(place.place, prepared)
+            save(state, place.place, **given, _record=record)
         self._steps.damaged.discard(about.step)
         if self._is_first:
-            self._later(lambda: note_save(self._steps, self.policy, about, session.record))
-        return dict(session.record)
+            self._later(lambda: note_save(self._steps, self.policy, about, record))
+        return record
 
     def async_save(
         self,
@@ -261,10 +240,10 @@ class CheckpointManager:
             ValueError, TypeError, CheckpointingException: see :meth:`save`. The handle raises
                 errors of the background.
         """
-        place, about, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
+        place, about, steps, given = self._prepare(step, metrics, options, AsyncSaveArguments)
         with ExitStack() as stack:
-            stack.enter_context(self._steps.using(self._used_by(place, given)))
-            handle = async_save(state, place.place, **given, _error=error)
+            stack.enter_context(self._steps.using(steps))
+            handle = async_save(state, place.place, **given)
             used = stack.pop_all()
         first = self._is_first  # the process group may be destroyed when the job runs
 
@@ -287,10 +266,10 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None,
         options: Mapping[str, Any],
         known: type,
-    ) -> tuple[Location, StepInfo, dict[str, Any], BaseException | None]:
-        """Return place, step and arguments of a save, and the error in them on this rank."""
-        error: BaseException | None = None
-        place, about = self._steps.place(0), StepInfo(0)
+    ) -> tuple[Location, StepInfo, set[int], dict[str, Any]]:
+        """Return place, description and arguments of a save, and the steps that must not be deleted
+        during it: its own, and its base."""
+        place, about, used = self._steps.place(0), StepInfo(0), set[int]()
         allowed: Collection[str] = known.__annotations__
         given = {name: value for name, value in options.items() if name in allowed}
         try:
@@ -302,6 +281,9 @@ class CheckpointManager:
                 )
             number = number_of(step)
             place, about = self._steps.place(number), StepInfo(number)
+            bases = [] if given.get("base") is None else [Location.of(given["base"])]
+            names = [one.name for one in (place, *bases) if one == self.root.child(one.name)]
+            used = {step for step in map(self._steps.step_of, names) if step is not None}
             if number in self._steps.damaged:
                 given["overwrite"] = True
             content = given.get("content_metadata") or {}
@@ -312,19 +294,10 @@ class CheckpointManager:
             given["preprocess_common_before_consistancy_check"] = _without_mark(
                 given.get("preprocess_common_before_consistancy_check")
             )
-        except (TypeError, ValueError) as problem:
-            error = problem
+        except (TypeError, ValueError) as error:
+            given["_error"] = error
         self._open()
-        return place, about, given, error
-
-    def _used_by(self, place: Location, given: Mapping[str, Any]) -> set[int]:
-        """Return the steps that must not be deleted during a save: its own, and its base."""
-        steps = {self._steps.step_of(place.name)}
-        if given.get("base") is not None:
-            base = Location.of(given["base"])
-            if base == self.root.child(base.name):
-                steps.add(self._steps.step_of(base.name))
-        return {step for step in steps if step is not None}
+        return place, about, used, given
 
     # -- restoring -----------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,22 +71,42 @@ def restore_step(
         wanted = None if wanted is None else number_of(wanted)
     except (TypeError, ValueError) as problem:
         error = problem
-    check = partial(_damage_of, callback=callback) if verify_first else None
+    check = partial(_damage_of, callback=callback) if verify_first else lambda _: None
     damaged: dict[int, str] = {}
     infos: dict[int, StepInfo] = {}  # all steps, on rank 0
-    with ExitStack() as used:  # prevents rank 0 from deleting the step during the load
+    found: dict[int, str] = {}  # damaged steps that rank 0 passed since the last decision
+    tried = _candidates(steps, infos, wanted, check, found)
 
-        def decide(_: list[bytes]) -> bytes:
-            infos.update(steps.infos())
-            chosen, found = _choose(steps, infos, used, wanted, damaged, check)
-            return json.dumps([chosen, list(found.items()), bool(discard_later)]).encode()
+    def decide(_: list[bytes]) -> bytes:
+        found.clear()
+        chosen = next(tried, None)
+        if chosen is None and (known := {**damaged, **found}):
+            texts = "; ".join(f"step {step}: {known[step]}" for step in list(known)[:SHOWN])
+            raise DamagedCheckpointError(
+                f"no restorable checkpoint below {steps.root.url}: every step is damaged "
+                f"({texts}). Verify older copies, or pass a different root to start over",
+                url=steps.root.url,
+            )
+        if chosen is None and wanted is not None:
+            raise NotACheckpointError(
+                f"there is no step {wanted} below {steps.root.url}; existing steps: "
+                f"{', '.join(map(str, infos)) or 'none'}",
+                url=steps.url(wanted),
+            )
+        return json.dumps([chosen, list(found.items()), bool(discard_later)]).encode()
 
+    def skip(number: int, text: str) -> None:
+        damaged[number] = text
+        steps.damaged.add(number)
+        text = f"step {number} below {steps.root.url} is damaged and is skipped: {text}"
+        steps.log("damaged", number, text, logging.WARNING)
+
+    with closing(tried):
         while True:
             answer = ranks.together(what=what, error=error, decide=decide)
-            chosen, found, discards = json.loads(answer)
-            for number, text in found:
-                _warn_of_damage(steps, number, text)
-            damaged.update(found)
+            chosen, passed, discards = json.loads(answer)
+            for number, text in passed:
+                skip(number, text)
             if chosen is None:
                 return None
             place = steps.place(chosen)
@@ -99,8 +119,7 @@ def restore_step(
                 text = _agree_on_damage(ranks, place, problem, what)
                 if text is None:
                     raise
-                _warn_of_damage(steps, chosen, text)
-                damaged[chosen] = text
+                skip(chosen, text)
     if discards:
         _discard_later_steps(ranks, steps, infos, chosen)
     elif ranks.is_coordinator:
@@ -109,61 +128,33 @@ def restore_step(
     return Restored(chosen, loaded, place.url, tuple(damaged))
 
 
-def _choose(
+def _candidates(
     steps: Steps,
-    infos: Mapping[int, StepInfo],
-    used: ExitStack,
+    infos: dict[int, StepInfo],
     wanted: int | None,
-    damaged: Mapping[int, str],
-    check: Callable[[Location], str | None] | None,
-) -> tuple[int | None, dict[int, str]]:
-    """Return the step to load, and the damaged steps that were skipped. Rank 0 calls it.
+    check: Callable[[Location], str | None],
+    found: dict[int, str],
+) -> Generator[int, None, None]:
+    """Yield the steps to load, on rank 0: only ``wanted``, or all of them, the newest first (see
+    :func:`~shardstore.manager.steps.branches`). A step is not deleted until the next is requested.
 
     Args:
         steps: the steps of the run.
-        infos: descriptions of all steps.
-        used: prevents the deletion of the step until it is closed.
-        wanted: number of the only step to consider; ``None``: the newest, see
-            :func:`~shardstore.manager.steps.branches`.
-        damaged: steps that are known to be damaged, with texts.
-        check: verifies a step before it is loaded; returns a text of its damage.
-
-    Returns:
-        The step, ``None`` if there are no steps; and the damaged steps that this call found.
-
-    Raises:
-        NotACheckpointError: the wanted step does not exist.
-        DamagedCheckpointError: every step is damaged.
+        infos: receives the descriptions of all steps.
+        wanted: number of the only step to consider.
+        check: verifies a step; returns a text of its damage.
+        found: receives the steps that are damaged by ``check``, with texts.
     """
-    found: dict[int, str] = {}
+    infos.update(steps.infos())
     current, abandoned = branches(infos)
-    tried = [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]
-    for step in tried:
-        used.close()
-        if step not in infos or step in damaged:
-            continue
-        used.enter_context(steps.using([step]))
-        if not is_checkpoint(steps.place(step)):  # deleted since it was listed
-            continue
-        text = None if check is None else check(steps.place(step))
-        if text is None:
-            return step, found
-        found[step] = text
-    used.close()
-    if known := {**damaged, **found}:
-        texts = "; ".join(f"step {step}: {known[step]}" for step in list(known)[:SHOWN])
-        raise DamagedCheckpointError(
-            f"no restorable checkpoint below {steps.root.url}: every step is damaged ({texts}). "
-            "Verify older copies, or pass a different root to start over",
-            url=steps.root.url,
-        )
-    if wanted is not None:
-        raise NotACheckpointError(
-            f"there is no step {wanted} below {steps.root.url}; existing steps: "
-            f"{', '.join(map(str, infos)) or 'none'}",
-            url=steps.url(wanted),
-        )
-    return None, found
+    for step in [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]:
+        with steps.using([step]):
+            if step not in infos or not is_checkpoint(steps.place(step)):
+                continue  # deleted since it was listed
+            if (text := check(steps.place(step))) is None:
+                yield step
+            else:
+                found[step] = text
 
 
 def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:
@@ -178,7 +169,6 @@ def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: st
         problem: error of the load on this rank.
         what: the operation, for error texts.
     """
-    kind = "other"
     if isinstance(problem, LookupError | TypeError | ValueError):
         # A flipped bit in a root document without a checksum may change a key, shape or type.
         try:
@@ -187,19 +177,18 @@ def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: st
             problem = error
         except CheckpointingException:
             pass  # the check failed too; the error of the load counts
+    text: str | None = None  # the load failed for another reason than damage
     if isinstance(problem, DamagedCheckpointError | NotACheckpointError):
-        kind = "damaged"
+        text = str(problem)
     elif isinstance(problem, RanksError):
-        kind = "ranks"
-    report = json.dumps([kind, str(problem)]).encode()
+        text = ""
 
     def decide(reports: list[bytes]) -> bytes:
-        told = [json.loads(one) for one in reports]
-        if any(kind == "other" for kind, _ in told):
-            return b"null"
-        texts = list(dict.fromkeys(text for kind, text in told if kind == "damaged"))
+        told = dict.fromkeys(json.loads(report) for report in reports)
+        texts = [] if None in told else [text for text in told if text]
         return json.dumps("; ".join(texts[:SHOWN]) or None).encode()
 
+    report = json.dumps(text).encode()
     answer: str | None = json.loads(ranks.together(report, what=what, decide=decide))
     return answer
 
@@ -257,14 +246,3 @@ def _discard_later_steps(
         return b""
 
     ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)
-
-
-def _warn_of_damage(steps: Steps, number: int, text: str) -> None:
-    """Mark a step as damaged, and log a warning. Every rank calls it."""
-    steps.damaged.add(number)
-    steps.log(
-        "damaged",
-        number,
-        f"step {number} below {steps.root.url} is damaged and is skipped: {text}",
-        logging.WARNING,
-    )

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -193,10 +193,6 @@ class Steps:
         self._last = max([self._last or 0, *(info.saved or 0 for info in found.values())])
         return found
 
-    def note(self, info: StepInfo) -> None:
-        """Store the description of a saved step, so that its commit need not be read."""
-        self._known[info.step] = (self.place(info.step).stamp("zarr.json"), info)
-
     def time_of_save(self) -> int:
         """Return a time for a save that begins now, later than those of all steps, even if clocks
         differ. The process that saves calls it."""
@@ -217,10 +213,8 @@ class Steps:
         try:
             if stored.root is None or stored.root.format_version is None:
                 return StepInfo(step)
-            attributes = stored.root.attributes
-            mark = _mapping(_mapping(attributes.get("content_metadata")).get(MARK))
-            record = _mapping(_mapping(attributes.get("shardstore")).get("commit"))
-            content = record.get("content")
+            mark = _mapping(_mapping(stored.root.attributes.get("content_metadata")).get(MARK))
+            content = stored.root.commit.get("content")
             if content is None and stored.manifest is not None:
                 content = content_digest(stored.arrays.values(), stored.manifest)
         except StorageError:
@@ -301,9 +295,6 @@ class Steps:
             return swept
         for step in {step for step in map(self.step_of, self.root.listing()) if step is not None}:
             place = self.place(step)
-            # Check before locking, because another thread may be about to read the step.
-            if is_checkpoint(place):
-                continue
             with self._unused(step) as free:
                 if free and not is_checkpoint(place):
                     found = checkpoints.sweep(place, dry_run=False, older_than=older_than)
@@ -329,24 +320,23 @@ def what_is_missing(place: Location) -> str | None:
         return None
     listed = {} if place.is_local else {name: size for name, size, _ in place.remote.details()}
 
-    def size_of(name: str) -> int | None:
-        with suppress(FileNotFoundError):
-            return place.size(name) if place.is_local else listed.get(name)
-        return None
+    def problem(name: str, wanted: int | None = None) -> str | None:
+        found = place.size(name) if place.is_local else listed.get(name)
+        if found is None:
+            return "is missing"
+        return None if wanted in (None, found) else f"has {found} bytes, not {wanted}"
 
     for name in (CONFIG_NAME, *root.file_sums):
-        if size_of(name) is None:
-            return f"{place.url}/{name} is missing"
+        if text := problem(name):
+            return f"{place.url}/{name} {text}"
     for meta in arrays.values():
         for index in map(meta.grid.index_at, range(meta.grid.size)):
             row = manifest.row(meta, index)
             if row is None:
                 break  # rewritten by another program
             name = meta.chunk_name(index)
-            size, wanted = size_of(name), int(manifest.stored[row])
-            if size != wanted:
-                how = "is missing" if size is None else f"has {size} bytes, not {wanted}"
-                return f"chunk {index} of key {meta.key!r} {how}: {place.url}/{name}"
+            if text := problem(name, int(manifest.stored[row])):
+                return f"chunk {index} of key {meta.key!r} {text}: {place.url}/{name}"
     return None
 
 
@@ -435,9 +425,7 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
         seconds=record.get("seconds", 0.0),
         metrics=dict(about.metrics),
     )
-    content = record.get("content")
-    steps.note(replace(about, content=content))
-    infos = steps.infos()
+    infos, content = steps.infos(), record.get("content")
     for earlier in sorted((n for n in infos if n < step), reverse=True):
         if content is not None and infos[earlier].content == content:
             steps.log(
