@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 READ_TOGETHER = 8
 """Number of pieces, each at most a chunk, that a selection with steps reads at a time."""
 SHOWN = 40
-"""Largest number of rows in a checkpoint's table. A longer table shows the first and last rows."""
+"""Largest number of rows in a checkpoint's table."""
 SHOWN_KEY = 60
 """Characters of a key in the table. A longer key is cut in the middle."""
 
@@ -299,14 +299,15 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
     def __repr__(self) -> str:
         rows = [("key", "shape", "dtype", "bytes")]
-        for key, meta in _ends(self.metas.items()):
+        for key, meta in islice(self.metas.items(), SHOWN):
             size = human_bytes(array_bytes(meta))
             rows.append((_shortened(clean(key)), str(meta.shape), meta.dtype, size))
         lines = aligned(rows, "<<<>")
         if len(self) > SHOWN:
-            lines.insert(1 + SHOWN // 2, f"... {len(self) - SHOWN:,} more")
+            lines.append(f"... {len(self) - SHOWN:,} more")
+        errors = islice(self.refused.values(), SHOWN)
+        lines += [f"not readable: {clean(str(error))}" for error in errors]
         total = f"{counted(len(self), 'array')}, {human_bytes(self.nbytes)}"
-        lines += [f"not readable: {clean(str(error))}" for error in _ends([*self.refused.values()])]
         return "\n".join([f"{clean(self.url)}: {total}", *lines])
 
 
@@ -568,13 +569,6 @@ def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _ends(items: Collection[Any]) -> list[Any]:
-    """Return all items, or the first and the last if there are more than :data:`SHOWN`."""
-    listed = list(items)
-    half = SHOWN // 2
-    return listed if len(listed) <= SHOWN else listed[:half] + listed[-half:]
 
 
 def _shortened(text: str) -> str:

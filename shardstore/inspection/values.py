@@ -28,8 +28,6 @@ from shardstore.storage.movers.parallel import default_threads, run_batched
 T = TypeVar("T")
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
-BATCH_CHUNKS = 8
-"""Largest number of chunks in a batch; an interrupt waits until the running batches end."""
 BLOCK = 128 * 1024
 """Elements in a block; as float64, a block fits into the processor's cache."""
 COLUMNS = 8
@@ -130,7 +128,8 @@ def measure(
     def work(array: StoredArray, box: Box) -> Sums:
         return sums_of(blocks(array[*box.slices, ...]))
 
-    found, damage = stream(arrays, work, budget_bytes=budget_bytes, progress=progress)
+    url = arrays[0].checkpoint.url if arrays else ""
+    found, damage = stream(arrays, work, url=url, budget_bytes=budget_bytes, progress=progress)
     return {key: Statistics.of(parts) for key, parts in found.items()}, damage
 
 
@@ -174,6 +173,7 @@ def stream(
     *,
     numbers: Mapping[str, Collection[int]] | None = None,
     operation: Operation = "read",
+    url: str = "",
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     copies: int = 1,
     progress: ProgressArgument = None,
@@ -184,7 +184,7 @@ def stream(
         arrays: arrays of one checkpoint, in any order.
         work: reads a chunk and uses its values; called from several threads at a time.
         numbers: key -> numbers of the chunks to read; default: all chunks.
-        operation: see :class:`~shardstore.progress.Progress`.
+        operation, url: see :class:`~shardstore.progress.Progress`.
         budget_bytes: memory for the chunks in work; at least one chunk is in work.
         copies: memory that ``work`` needs for a chunk, in multiples of the chunk's size.
         progress: a callback, or ``"bar"``.
@@ -193,8 +193,6 @@ def stream(
         Key -> results of ``work``, in any order; and key -> texts of the errors of its damaged
         chunks. Work on the others continues.
     """
-    if not arrays:
-        return {}, {}
     chunks = []
     for array in arrays:
         array.checkpoint.stored.require_chunks(array.meta)
@@ -216,16 +214,9 @@ def stream(
                 damage[array.key].append(str(error))
             meter.count(size, 0)
 
-    with metered(operation, arrays[0].checkpoint.url, progress) as meter:
+    with metered(operation, url, progress) as meter:
         meter.expect(sum(size for _, _, size in chunks))
-        run_batched(
-            chunks,
-            run,
-            threads=threads,
-            weight=lambda chunk: chunk[2],
-            batch_weight=32 * 1024 * 1024,
-            batch_items=BATCH_CHUNKS,
-        )
+        run_batched(chunks, run, threads=threads)
     return found, {key: texts for key, texts in damage.items() if texts}
 
 
@@ -335,6 +326,7 @@ def compare(
         work,
         numbers=suspects,
         operation="compare",
+        url=a.url,
         budget_bytes=budget_bytes,
         copies=2,
         progress=progress,

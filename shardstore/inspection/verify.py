@@ -153,8 +153,8 @@ def verify(
 
 _Job = tuple[int, Callable[[], None]]
 """The bytes of some chunks (0 for another file), and a function that verifies them."""
-_Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Index of a sharded object, and the shape of its grid."""
+_Index = tuple[int, ...]
+"""Index of a sharded object, or the shape of its grid."""
 
 
 @dataclass
@@ -191,15 +191,10 @@ class _Verification:
             for _, job in batch:
                 job()
 
-        is_local = self.location.is_local
-        run_batched(
-            jobs,
-            work,
-            threads=self.threads or (default_threads() if is_local else REMOTE_THREADS),
-            weight=lambda job: job[0],
-            batch_weight=BATCH_BYTES if is_local else 1,
-            batch_items=len(jobs) + 1 if is_local else 1,
-        )
+        threads = REMOTE_THREADS
+        if self.location.is_local:
+            threads = min(default_threads(), 1 + sum(size for size, _ in jobs) // BATCH_BYTES)
+        run_batched(jobs, work, threads=self.threads or threads)
         if not self.result.ok:
             self.stored.require_unchanged()
         self.result.seconds = perf_counter() - start
@@ -378,30 +373,28 @@ class _Verification:
         """
         there = set(self.names)
         committed = () if self.root is None else self.root.file_sums
-        objects: dict[str, dict[_Place, str]] = {}
+        objects: dict[tuple[str, _Index], dict[_Index, str]] = {}
         for name in sorted(there.union(committed)):
             node, _, file = name.rpartition("/")
             place = object_place(file)
             if place is not None and node and ("/" not in node or node in nodes):
-                objects.setdefault(node, {})[place] = name
+                index, shape = place
+                objects.setdefault((node, shape), {})[index] = name
             elif name not in there and name != COMMON_STATE_NAME and self.wants(_key(node)):
                 self._report("file-missing", name, "PATH is missing, and the commit names it")
         jobs: list[_Job] = []
-        for node, named in objects.items():
+        for (node, shape), named in objects.items():
             key = _key(node)
             if not self.wants(key):
                 continue
-            for shape in {shape for _, shape in named}:
-                grid = Grid(shape, (1,) * len(shape))
-                indices = map(grid.index_at, range(grid.size))
-                missing = (index for index in indices if (index, shape) not in named)
-                for index in islice(missing, SHOWN_OBJECTS):
-                    file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
-                    named[index, shape] = f"{node}/{file}"
-            for (index, _), name in named.items():
+            grid = Grid(shape, (1,) * len(shape))
+            indices = map(grid.index_at, range(grid.size))
+            for index in islice((i for i in indices if i not in named), SHOWN_OBJECTS):
+                file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
+                named[index] = f"{node}/{file}"
+            for index, name in named.items():
                 if name in there:
-                    check = partial(self._check_file, name, "object-damaged", key)
-                    jobs.append((0, check))
+                    jobs.append((0, partial(self._check_file, name, "object-damaged", key)))
                 else:
                     text = f"object {index} of key {key!r} is missing: PATH"
                     self._report("object-missing", name, text, key=key)

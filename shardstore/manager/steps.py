@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import re
 import threading
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -96,17 +96,10 @@ def mark_of(info: StepInfo) -> dict[str, Any]:
     return {"step": info.step, "metrics": metrics, "saved_ns": info.saved}
 
 
-def number_of(step: object) -> int:
+def number_of(step: int) -> int:
     """Return a step's number as an int; raises :class:`ArgumentError` for anything else."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"step={step!r} must be a whole number") from None
-    if not 0 <= number < 10**18:
-        raise ArgumentError(f"step={number} must be at least 0 and below 10**18")
-    return number
+    require_number("step", step, at_least=0)
+    return int(step)
 
 
 class Steps:
@@ -159,7 +152,7 @@ class Steps:
     def step_of(self, name: str) -> int | None:
         """Return the step of a folder's name, ``None`` for other names."""
         digits = name[len(self.prefix) :]
-        if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]{0,17}", digits):
+        if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]*", digits):
             return None
         return int(digits)
 
@@ -474,3 +467,44 @@ def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> N
     for step in managed:
         if step not in keep and steps.delete(step):
             steps.log("delete", step, f"deleted step {step}: {steps.url(step)}")
+
+
+def warn_of_later_steps(steps: Steps, infos: Mapping[int, StepInfo], chosen: int) -> None:
+    """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
+    later = [step for step in infos if step > chosen]
+    if not later:
+        return
+    latest = branches(infos)[0][-1]
+    resumes = f"Until a step is saved, a restore without a step loads step {latest}. "
+    steps.log(
+        "later_steps",
+        chosen,
+        f"restored step {chosen}; later steps exist below {steps.root.url}: "
+        f"{', '.join(map(str, later))}. {'' if latest == chosen else resumes}"
+        "Saving one of their numbers again needs overwrite=True. "
+        f"restore(..., step={chosen}, discard_later=True) deletes them",
+        logging.WARNING,
+        later=later,
+        url=steps.root.url,
+    )
+
+
+def discard_later_steps(
+    ranks: Ranks, steps: Steps, infos: Mapping[int, StepInfo], chosen: int
+) -> None:
+    """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits."""
+
+    def work(_: list[bytes]) -> bytes:
+        kept = []
+        later = [step for step in infos if step > chosen]
+        for step in reversed(later):  # the highest first, so that no gap is left
+            if not infos[step].managed or not steps.delete(step):
+                kept.append(step)
+                continue
+            text = f"deleted step {step}, later than the restored step {chosen}: {steps.url(step)}"
+            steps.log("delete", step, text, logging.WARNING)
+        if kept:
+            logger.warning("steps %s stay: no manager saved them, or they are in use", kept)
+        return b""
+
+    ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)
