@@ -15,7 +15,6 @@ from shardstore.cli.printing import answer
 from shardstore.errors import CheckpointingException
 from shardstore.inspection.opened import array_bytes, clean, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.stores.location import Location
 
 _LOOKS = "Default: detected."
 _TARGETS = "shardstore, safetensors, dcp or megatron. Default: by the name."
@@ -121,7 +120,12 @@ def rm(
         instead = what_else(location)
         found = f"is {instead}, not a checkpoint" if instead else "is not a checkpoint"
         raise opt.UsageProblem(f"{location.url} {found}; nothing was removed")
-    what = f"{location.url}{_size(location)}"
+    try:
+        arrays = StoredCheckpoint(location).arrays.values()
+        size = f"{len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))}"
+    except CheckpointingException:
+        size = "damaged"
+    what = f"{location.url} ({size})"
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise opt.UsageProblem(f"standard input is not a terminal: give --yes to remove {what}")
@@ -133,15 +137,6 @@ def rm(
     answer(
         as_json, {"url": location.url, "removed": True, "left": left}, f"removed {what}", *others
     )
-
-
-def _size(location: Location) -> str:
-    """Return the size of the checkpoint for the question; empty if it is damaged."""
-    try:
-        arrays = StoredCheckpoint(location).arrays.values()
-    except CheckpointingException:
-        return " (damaged)"
-    return f" ({len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))})"
 
 
 COMMANDS = (convert, gc, rm)

@@ -42,8 +42,6 @@ RUN_BYTES = 32 * 1024 * 1024
 """Size of the runs of chunks that threads verify."""
 RUN_CHUNKS = 256
 REMOTE_THREADS = 16
-SHOWN_ARRAYS = 4
-"""Number of arrays that one finding names."""
 SHOWN_OBJECTS = 10
 """Largest number of missing objects reported for a key, because a file name may claim any grid."""
 
@@ -210,10 +208,9 @@ class _Verification:
         self._read_manifest(arrays)
         self._checker = ChunkChecker(self.stored, self.manifest, hashes=self.hashes)
         nodes = {meta.node for meta in arrays}
-        if self.root_is_damaged:
-            nodes |= self._undescribed(nodes)
         jobs = self._common_jobs(top, common_backend) + self._object_jobs(nodes)
-        self._report_foreign(nodes)
+        if not self.root_is_damaged:  # else the folder of an array may seem foreign
+            self._report_foreign(nodes)
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
         for array in wanted:
@@ -334,18 +331,6 @@ class _Verification:
                 )
                 self._report("manifest-stale", MANIFEST_NAME, text, "note", key=meta.key)
 
-    def _undescribed(self, nodes: set[str]) -> set[str]:
-        """Return the nodes in the manifest that have no document of their own."""
-        arrays = () if self.manifest is None else self.manifest.arrays
-        lost = [node for node, _, _ in arrays if node not in nodes]
-        if lost and not self.keys:
-            text = (
-                f"only the damaged root document describes {len(lost)} array(s) of PATH; their "
-                f"chunks were not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
-            )
-            self._report("arrays-unread", MANIFEST_NAME, text, "note")
-        return set(lost)
-
     # -- files that do not belong to arrays -----------------------------------------------------
 
     def _common_jobs(self, top: Sequence[str], backend: object) -> list[_Job]:
@@ -404,12 +389,11 @@ class _Verification:
     def _report_foreign(self, nodes: set[str]) -> None:
         """Report files outside of the folders of arrays that are not part of the checkpoint."""
         known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
-        is_old_layout = self.root is None and not self.root_is_damaged
         parts = (name.split("/") for name in self.names)
         for name in sorted({"/".join(part[:2]) for part in parts if part[0] not in known}):
             folder, _, file = name.partition("/")
             # Megatron-Core left locks behind.
-            is_known = object_place(file) or (is_old_layout and folder.endswith(".sync"))
+            is_known = object_place(file) or (self.root is None and folder.endswith(".sync"))
             if not is_known and self.wants(_key(folder)):
                 self._report("foreign", name, "PATH is not part of the checkpoint", "note")
 

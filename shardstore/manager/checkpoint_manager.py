@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -246,10 +246,10 @@ class CheckpointManager:
                 on every rank.
             CheckpointingException: as :func:`shardstore.save`.
         """
-        place, about, used, given = self._prepare(step, metrics, options, SaveArguments)
+        place, about, used, given = self._prepare(step, metrics, options)
         record: dict[str, Any] = {}
         with self._steps.using(used):
-            save(state, place.place, **given, _record=record)
+            save(state, place.place, async_sharded_save=False, **given, _record=record)
         self._steps.damaged.discard(about.step)
         if self._is_first:
             self._later(lambda: note_save(self._steps, self.policy, about, record))
@@ -273,7 +273,7 @@ class CheckpointManager:
             ValueError, TypeError, CheckpointingException: see :meth:`save`. The handle raises
                 errors of the background.
         """
-        place, about, steps, given = self._prepare(step, metrics, options, AsyncSaveArguments)
+        place, about, steps, given = self._prepare(step, metrics, options)
         with ExitStack() as stack:
             stack.enter_context(self._steps.using(steps))
             handle = async_save(state, place.place, **given)
@@ -294,24 +294,13 @@ class CheckpointManager:
         return handle
 
     def _prepare(
-        self,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
-        known: type,
+        self, step: int, metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
     ) -> tuple[Location, StepInfo, set[int], dict[str, Any]]:
         """Return place, description and arguments of a save, and the steps that must not be deleted
         during it: its own, and its base."""
         place, about, used = self._steps.place(0), StepInfo(0), set[int]()
-        allowed: Collection[str] = known.__annotations__
-        given = {name: value for name, value in options.items() if name in allowed}
+        given = dict(options)
         try:
-            unknown = sorted(set(options) - set(given))
-            if unknown:
-                raise ArgumentError(
-                    f"saving a step has no keyword {', '.join(unknown)}; it takes "
-                    f"{', '.join(sorted(allowed))}"
-                )
             number = number_of(step)
             place, about = self._steps.place(number), StepInfo(number)
             bases = [] if given.get("base") is None else [Location.of(given["base"])]

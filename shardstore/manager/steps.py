@@ -419,18 +419,18 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
         metrics=dict(about.metrics),
     )
     infos, content = steps.infos(), record.get("content")
-    for earlier in sorted((n for n in infos if n < step), reverse=True):
-        if content is not None and infos[earlier].content == content:
-            steps.log(
-                "same_content",
-                step,
-                f"all tensors of step {step} are equal to those of step {earlier} "
-                f"({steps.url(earlier)}). Check that the model was trained in between, and that "
-                "its current state is saved",
-                logging.WARNING,
-                earlier=earlier,
-            )
-            break
+    same = [n for n in infos if n < step and content is not None and infos[n].content == content]
+    if same:
+        earlier = same[-1]
+        steps.log(
+            "same_content",
+            step,
+            f"all tensors of step {step} are equal to those of step {earlier} "
+            f"({steps.url(earlier)}). Check that the model was trained in between, and that "
+            "its current state is saved",
+            logging.WARNING,
+            earlier=earlier,
+        )
     left = [n for n in branches(infos)[1] if n > step and n not in steps.told]
     if left:
         steps.told.update(left)

@@ -46,4 +46,4 @@ def test_what_is_read_in_threads_ends_soon(monkeypatch: pytest.MonkeyPatch) -> N
     ckpt = OpenCheckpoint(stored, {"w": meta})
     with pytest.raises(KeyboardInterrupt):
         values.stream(list(ckpt.values()), work)
-    assert pieces <= 3 * values.BATCH_CHUNKS
+    assert pieces <= 3
