@@ -74,6 +74,7 @@ def save(
     content_metadata: dict[str, Any] | None = None,
     async_strategy: str | None = None,
     verify_integrity: bool = False,
+    *,
     _error: BaseException | None = None,
     _record: dict[str, Any] | None = None,
     **options: Unpack[SaveKeywords],

@@ -40,11 +40,9 @@ def convert(
     """Convert a checkpoint and compare the result. After a crash, run it again to continue."""
     from shardstore import convert as conversion
 
-    if target_storage_option is None:
-        opt.locate(storage_option, source, target)
-    else:
-        opt.locate(storage_option, source)
-        opt.locate(target_storage_option, target)
+    # Options of TARGET's own store have an effect there alone.
+    opt.locate(storage_option, source, *([] if target_storage_option else [target]))
+    opt.locate(target_storage_option, target)
     done = conversion.convert(
         source,
         target,

@@ -334,7 +334,8 @@ class _Verification:
     # -- files that do not belong to arrays -----------------------------------------------------
 
     def _common_jobs(self, top: Sequence[str], backend: object) -> list[_Job]:
-        """Return the job that verifies ``common.pt``. Verify the values in the root document."""
+        """Return the job that verifies ``common.pt``. Verify the values in a root document that has
+        no checksum."""
         if self.keys:
             return []
         if COMMON_STATE_NAME in top:
@@ -342,7 +343,7 @@ class _Verification:
         if self._is_ours and backend == "torch":
             text = "PATH is missing: the common values of the state are lost"
             self._report("common-missing", COMMON_STATE_NAME, text)
-        elif self.root is not None:
+        elif self.root is not None and not self.root.is_summed:
             with self._reporting("common-damaged", "zarr.json"):
                 record = StateRecord.from_root(self.root.attributes, self.url)
                 if record is not None:
