@@ -341,8 +341,8 @@ def verify(
     )
     if keys and not result.arrays and not result.objects:
         raise opt.UsageProblem(f"no key matches {', '.join(keys)}; `shardstore ls` lists all keys")
-    about = {"url": location.url, **result.as_dict(), "findings": list(map(asdict, findings))}
-    answer(as_json, about, verdict(result))
+    about = {"url": location.url, "ok": result.ok, **asdict(result)}
+    answer(as_json, {**about, "findings": list(map(asdict, findings))}, verdict(result))
     raise typer.Exit(0 if result.ok and not (strict and findings) else opt.DAMAGE)
 
 
@@ -387,7 +387,7 @@ def diff(
         progress=opt.bar(as_json),
     )
     if as_json:
-        emit({"a": left.url, "b": right.url, **found.as_dict()})
+        emit({"a": left.url, "b": right.url, "same": found.same, **asdict(found)})
     else:
         _print(found, columns(wide))
     raise typer.Exit(0 if found.same else opt.DAMAGE)

@@ -221,7 +221,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """A summary of the checkpoint as JSON: format, writer, sizes, metadata."""
         stored, root, metas = self.stored, self.stored.root, self.metas.values()
         manifest, damaged = self.manifest_or_damage()
-        ranks = {} if manifest is None else Counter(int(rank) for rank in manifest.rank)
+        ranks = set() if manifest is None else set(manifest.rank.tolist())
         by_dtype = Counter({meta.dtype: 0 for meta in metas})
         for meta in metas:
             by_dtype[meta.dtype] += array_bytes(meta)

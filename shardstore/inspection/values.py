@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -274,10 +274,6 @@ class Difference:
         """Whether the checkpoints are equal."""
         found = (self.only_a, self.only_b, self.described, self.values, self.files)
         return not any(found)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {"same": self.same, **asdict(self)}
 
 
 def compare(

@@ -96,10 +96,6 @@ class Verified:
         """Whether no damage was found."""
         return self.damage == 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {"ok": self.ok, **asdict(self)}
-
 
 def verify(
     stored: StoredCheckpoint,
@@ -143,7 +139,7 @@ def verify(
             result = _Verification(stored, found, keys, hashes, threads, meter).run()
         if not result.ok:
             meter.enter("failed")
-    about = {name: n for name, n in result.as_dict().items() if name not in ("ok", "unchecked")}
+    about = {name: n for name, n in asdict(result).items() if name != "unchecked"}
     state = "no damage" if result.ok else f"{result.damage} finding(s) of damage"
     log_event(logger, "verify", f"{url}: verified, {state}", url=url, **about)
     return result

@@ -265,34 +265,30 @@ class Steps:
                 self._known.pop(step, None)
             return free
 
-    def sweep(self, older_than: timedelta) -> list[str]:
-        """Remove the remains of unfinished saves of steps. One process calls it.
+    def sweep(self, older_than: timedelta) -> Iterator[str]:
+        """Remove the remains of unfinished saves of steps, and yield the URL of each. One process
+        calls it.
 
         On local disks it removes attempts of dead processes; attempts of another host are removed
         after ``older_than``. In an object store it removes steps without a commit if nothing was
         written to them for ``older_than``, by the store's clock.
 
-        Returns:
-            URLs of the removed attempts.
-
         Raises:
             StorageError: the store failed.
         """
-        swept: list[str] = []
         if self.root.is_local:
             for left in folder.leftovers(self.root.url, older_than=older_than):
                 if (step := self.step_of(left.target.name)) is not None:
                     with self._unused(step) as free:
                         if free and folder.sweep(left):
-                            swept.append(left.location.url)
-            return swept
+                            yield left.location.url
+            return
         for step in {step for step in map(self.step_of, self.root.listing()) if step is not None}:
             place = self.place(step)
             with self._unused(step) as free:
                 if free and not is_checkpoint(place):
                     found = checkpoints.sweep(place, dry_run=False, older_than=older_than)
-                    swept += [left.url for left in found]
-        return swept
+                    yield from (left.url for left in found)
 
 
 def what_is_missing(place: Location) -> str | None:
