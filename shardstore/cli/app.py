@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from shardstore.cli import changing, looking, pictures
-from shardstore.cli.options import WRONG_USE
+from shardstore.cli.options import WRONG_USE, flag
 from shardstore.cli.printing import Warnings, complain, open_streams
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 
@@ -30,41 +30,18 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    looking.ls,
-    looking.info,
-    looking.verify,
-    looking.diff,
-    looking.stats,
-    looking.show,
-    pictures.plot,
-    pictures.report,
-    changing.convert,
-    changing.gc,
-    changing.rm,
-):
+for command in (*looking.COMMANDS, *pictures.COMMANDS, *changing.COMMANDS):
     app.command()(command)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        try:
-            print(metadata.version("shardstore"))
-        except metadata.PackageNotFoundError:
-            print("unknown")
-        raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
+    version: Annotated[bool, flag("--version", "Print the version.")] = False,
 ) -> None:
+    if version:
+        print(metadata.version("shardstore"))
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -11,11 +11,10 @@ from typing import Annotated
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import emit, say
+from shardstore.cli.printing import answer
 from shardstore.errors import CheckpointingException
 from shardstore.inspection.opened import array_bytes, clean, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.stores.location import Location
 
 _LOOKS = "Default: detected."
 _TARGETS = "shardstore, safetensors, dcp or megatron. Default: by the name."
@@ -41,11 +40,9 @@ def convert(
     """Convert a checkpoint and compare the result. After a crash, run it again to continue."""
     from shardstore import convert as conversion
 
-    if target_storage_option is None:
-        opt.warn_of_idle_options(storage_option, Location.of(source), Location.of(target))
-    else:
-        opt.warn_of_idle_options(storage_option, Location.of(source))
-        opt.warn_of_idle_options(target_storage_option, Location.of(target))
+    # Options of TARGET's own store have an effect there alone.
+    opt.locate(storage_option, source, *([] if target_storage_option else [target]))
+    opt.locate(target_storage_option, target)
     done = conversion.convert(
         source,
         target,
@@ -60,14 +57,12 @@ def convert(
         source_options=opt.parse_options(storage_option),
         target_options=opt.parse_options(target_storage_option or storage_option),
     )
-    if as_json:
-        emit({"source": source, "target": target, **asdict(done)})
-        return
     resumed = f", {human_bytes(done.resumed_bytes)} of it before" if done.resumed_bytes else ""
-    outcome = "verified" if done.verified else "not verified"
-    say(
+    answer(
+        as_json,
+        {"source": source, "target": target, **asdict(done)},
         f"{done.source_format} -> {done.target_format}: {counted(done.tensors, 'tensor')}, "
-        f"{human_bytes(done.total_bytes)}{resumed}; {outcome}"
+        f"{human_bytes(done.total_bytes)}{resumed}; {'' if done.verified else 'not '}verified",
     )
 
 
@@ -81,26 +76,25 @@ def gc(
     """List remains of dead saves; remove them with --delete."""
     from shardstore.storage.commit.checkpoints import sweep
 
-    location = opt.locate(root, storage_option)
+    (location,) = opt.locate(storage_option, root)
     if location.is_local and not location.is_dir():
         raise opt.UsageProblem(
             f"{location.url} is not a folder; give the folder that holds the checkpoints"
         )
     found = sweep(location, dry_run=not delete, older_than=timedelta(hours=older_than))
     size = sum(leftover.stored_bytes for leftover in found)
-    if as_json:
-        leftovers = [asdict(leftover) for leftover in found]
-        emit({"url": location.url, "deleted": delete, "bytes": size, "leftovers": leftovers})
-        return
-    for leftover in found:
-        about = f"{human_bytes(leftover.stored_bytes):>10}  {leftover.objects:>8} files"
-        say(f"{leftover.kind:<8}{about}  {leftover.url}")
+    lines = [
+        f"{left.kind:<8}{human_bytes(left.stored_bytes):>10}  {left.objects:>8} files  {left.url}"
+        for left in found
+    ]
+    what = f"{human_bytes(size)} in {len(found)} attempt(s)"
     if not found:
-        say(f"no remains of dead saves below {location.url}")
-    elif delete:
-        say(f"removed {human_bytes(size)} in {len(found)} attempt(s)")
+        lines = [f"no remains of dead saves below {location.url}"]
     else:
-        say(f"{human_bytes(size)} in {len(found)} attempt(s); --delete removes them")
+        lines.append(f"removed {what}" if delete else f"{what}; --delete removes them")
+    leftovers = [asdict(left) for left in found]
+    about = {"url": location.url, "deleted": delete, "bytes": size, "leftovers": leftovers}
+    answer(as_json, about, *lines)
 
 
 def rm(
@@ -113,7 +107,7 @@ def rm(
     from shardstore.storage.commit.checkpoints import delete_checkpoint
     from shardstore.storage.commit.identity import is_checkpoint, what_else
 
-    location = opt.locate(checkpoint, storage_option)
+    (location,) = opt.locate(storage_option, checkpoint)
     if location.is_local and location.path.is_symlink():
         target = os.path.realpath(location.url)
         raise opt.UsageProblem(
@@ -124,7 +118,12 @@ def rm(
         instead = what_else(location)
         found = f"is {instead}, not a checkpoint" if instead else "is not a checkpoint"
         raise opt.UsageProblem(f"{location.url} {found}; nothing was removed")
-    what = f"{location.url}{_size(location)}"
+    try:
+        arrays = StoredCheckpoint(location).arrays.values()
+        size = f"{len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))}"
+    except CheckpointingException:
+        size = "damaged"
+    what = f"{location.url} ({size})"
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise opt.UsageProblem(f"standard input is not a terminal: give --yes to remove {what}")
@@ -132,18 +131,10 @@ def rm(
             raise opt.UsageProblem("nothing was removed")
     delete_checkpoint(location)
     left = location.listing()
-    if as_json:
-        emit({"url": location.url, "removed": True, "left": left})
-        return
-    say(f"removed {what}")
-    if left:
-        say(f"left other files: {', '.join(left[:8])}")
+    others = [f"left other files: {', '.join(left[:8])}"] if left else []
+    answer(
+        as_json, {"url": location.url, "removed": True, "left": left}, f"removed {what}", *others
+    )
 
 
-def _size(location: Location) -> str:
-    """Return the size of the checkpoint for the question; empty if it is damaged."""
-    try:
-        arrays = StoredCheckpoint(location).arrays.values()
-    except CheckpointingException:
-        return " (damaged)"
-    return f" ({len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))})"
+COMMANDS = (convert, gc, rm)

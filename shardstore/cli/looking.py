@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardstore.cli import options as opt
-from shardstore.cli.printing import columns, complain, emit, print_table, say
+from shardstore.cli.printing import answer, columns, complain, emit, print_table, say
 from shardstore.inspection import opened
 from shardstore.inspection.opened import array_bytes, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import node_type
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
     from shardstore.inspection.values import ArrayDifference, Difference
@@ -39,50 +38,44 @@ class Module:
     """A node of the tree of keys, which dots and slashes separate.
 
     Attributes:
-        name: last part of its path; several parts if each of them has only one child.
         bytes, arrays: size and number of all arrays at or below it.
         array: the array of exactly this path, if there is one.
-        below: its children by name.
+        below: part of the path -> child.
     """
 
-    name: str
     bytes: int = 0
     arrays: int = 0
     array: ArrayMeta | None = None
     below: dict[str, Module] = field(default_factory=dict)
 
-    def walk(self, depth: int = 0) -> Iterator[tuple[int, Module]]:
-        """Yield all nodes below with their depths, parents first."""
-        for child in self.below.values():
-            yield depth, child
-            yield from child.walk(depth + 1)
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Yield name and node of each child. A node with only one child is joined with it."""
+        for part, child in self.below.items():
+            name, node = part, child
+            while len(node.below) == 1 and node.array is None:
+                ((part, node),) = node.below.items()
+                name += ("" if name.endswith("/") else ".") + part
+            yield name, node
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, str, Module]]:
+        """Yield depth, name and node of all nodes below, parents first."""
+        for name, node in self.children():
+            yield depth, name, node
+            yield from node.walk(depth + 1)
 
 
 def modules(arrays: Iterable[ArrayMeta]) -> Module:
-    """Return the tree of arrays, sorted with numbers in natural order. A node with only one child
-    is joined with it."""
-    root = Module("")
+    """Return the tree of arrays, sorted with numbers in natural order."""
+    root = Module()
     for array in sorted(arrays, key=lambda meta: _natural(meta.key)):
-        size = array_bytes(array)
         path = [root]
         for part in _parts(array.key):
-            path.append(path[-1].below.setdefault(part, Module(part)))
+            path.append(path[-1].below.setdefault(part, Module()))
         for node in path:
-            node.bytes += size
+            node.bytes += array_bytes(array)
             node.arrays += 1
         path[-1].array = array
-    for child in list(root.below.values()):
-        _join_chains(child)
     return root
-
-
-def _join_chains(module: Module) -> None:
-    while len(module.below) == 1 and module.array is None:
-        (child,) = module.below.values()
-        module.name += ("" if module.name.endswith("/") else ".") + child.name
-        module.array, module.below = child.array, child.below
-    for child in module.below.values():
-        _join_chains(child)
 
 
 def _parts(key: str) -> list[str]:
@@ -121,7 +114,7 @@ def ls(
         emit({"url": ckpt.url, "arrays": listed, "bytes": size})
         return
     rows = []
-    for level, node in modules(arrays.values()).walk():
+    for level, name, node in modules(arrays.values()).walk():
         if flat:
             if node.array is not None:
                 rows.append((node.array.key, *describe(node.array)))
@@ -129,7 +122,7 @@ def ls(
             about = counted(node.arrays, "array"), "", "", "", human_bytes(node.bytes)
             if node.array is not None and (level + 1 != depth or not node.below):
                 about = describe(node.array)
-            rows.append(("  " * level + node.name, *about))
+            rows.append(("  " * level + name, *about))
     print_table(rows, "<<<<<>", columns(wide))
     say(f"{counted(len(arrays), 'array')}, {human_bytes(size)}")
 
@@ -220,7 +213,7 @@ def stats(
             "key": array.key,
             "dtype": array.meta.dtype,
             "shape": list(array.shape),
-            **found[array.key].as_dict(),
+            **asdict(found[array.key]),
             "damage": damage.get(array.key, []),
         }
         for array in arrays
@@ -326,7 +319,7 @@ def verify(
     """Verify every checksum, document and file. Exit code 1: damage was found."""
     from shardstore.inspection import verify as verification
 
-    location = opt.locate(checkpoint, storage_option)
+    (location,) = opt.locate(storage_option, checkpoint)
     if not location.exists("zarr.json"):
         opened.open(location)
     elif not location.exists("metadata.json") and node_type(location) == "array":
@@ -348,10 +341,8 @@ def verify(
     )
     if keys and not result.arrays and not result.objects:
         raise opt.UsageProblem(f"no key matches {', '.join(keys)}; `shardstore ls` lists all keys")
-    if as_json:
-        emit({"url": location.url, **result.as_dict(), "findings": list(map(asdict, findings))})
-    else:
-        say(verdict(result))
+    about = {"url": location.url, "ok": result.ok, **asdict(result)}
+    answer(as_json, {**about, "findings": list(map(asdict, findings))}, verdict(result))
     raise typer.Exit(0 if result.ok and not (strict and findings) else opt.DAMAGE)
 
 
@@ -382,9 +373,7 @@ def diff(
     """Compare two checkpoints, by hashes first. Exit code 1: they differ."""
     from shardstore.inspection.values import compare
 
-    places = [Location.of(place, opt.parse_options(storage_option)) for place in (a, b)]
-    opt.warn_of_idle_options(storage_option, *places)
-    left, right = map(opened.open, places)
+    left, right = map(opened.open, opt.locate(storage_option, a, b))
     budget = opt.parse_size(memory)
     wants = opened.matcher(keys)
     if keys and not any(map(wants, [*left, *right])):
@@ -398,7 +387,7 @@ def diff(
         progress=opt.bar(as_json),
     )
     if as_json:
-        emit({"a": left.url, "b": right.url, **found.as_dict()})
+        emit({"a": left.url, "b": right.url, "same": found.same, **asdict(found)})
     else:
         _print(found, columns(wide))
     raise typer.Exit(0 if found.same else opt.DAMAGE)
@@ -438,3 +427,6 @@ def _values(found: ArrayDifference) -> str:
         f"max abs {found.max_abs:.6g}, norm {found.norm:.6g}{relative}, {found.elements} of "
         f"{found.of} elements in {found.chunks} of {found.chunks_of} chunks{nonfinite}"
     )
+
+
+COMMANDS = (ls, info, verify, diff, stats, show)

@@ -98,32 +98,32 @@ def parse_options(given: Sequence[str] | None) -> dict[str, Any]:
     return out
 
 
-def warn_of_idle_options(options: Sequence[str] | None, *locations: Location) -> None:
-    """Print a warning that storage options have no effect if all places are local."""
+def locate(options: Sequence[str] | None, *places: str) -> list[Location]:
+    """Return the locations of paths or URLs. Print a warning if the options have no effect, because
+    all places are local.
+
+    Raises:
+        UsageProblem: a URL names no bucket, or an option is not NAME=VALUE.
+    """
+    for place in places:
+        if re.fullmatch(r"\w+:/+", place):
+            raise UsageProblem(
+                f"{place} names no bucket; give a URL such as s3://bucket/run/step-100"
+            )
+    locations = [Location.of(place, parse_options(options)) for place in places]
     if options and all(location.is_local for location in locations):
         urls = " and ".join(location.url for location in locations)
         what = "is a local path" if len(locations) == 1 else "are local paths"
         complain(
             f"--storage-option has no effect: {urls} {what}, and the option is for object stores"
         )
-
-
-def locate(place: str, options: Sequence[str] | None = None) -> Location:
-    """Return the location of a path or URL.
-
-    Raises:
-        UsageProblem: the URL names no bucket, or an option is not NAME=VALUE.
-    """
-    if re.fullmatch(r"\w+:/+", place):
-        raise UsageProblem(f"{place} names no bucket; give a URL such as s3://bucket/run/step-100")
-    location = Location.of(place, parse_options(options))
-    warn_of_idle_options(options, location)
-    return location
+    return locations
 
 
 def open_checkpoint(place: str, options: Sequence[str] | None = None) -> OpenCheckpoint:
     """Open the checkpoint at a path or URL. Raises the errors of :func:`shardstore.open`."""
-    ckpt = opened.open(locate(place, options))
+    (location,) = locate(options, place)
+    ckpt = opened.open(location)
     if ckpt.refused:
         others = f" (and {len(ckpt.refused) - 1} more)" if len(ckpt.refused) > 1 else ""
         complain(f"left out an array{others}: {next(iter(ckpt.refused.values()))}")

@@ -16,16 +16,14 @@ import typer
 
 from shardstore.cli import options as opt
 from shardstore.cli.looking import Module, describe, modules, summary, verdict
-from shardstore.cli.printing import complain, emit, say
+from shardstore.cli.printing import answer, complain
 from shardstore.inspection.opened import clean, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.stores.location import store_errors
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from shardstore.inspection.opened import StoredArray
     from shardstore.inspection.values import Statistics
     from shardstore.inspection.verify import Finding, Verified
     from shardstore.storage.format.manifest import Manifest
@@ -76,12 +74,8 @@ li { overflow-wrap: anywhere; }
 """
 
 
-class Plot(StrEnum):
-    """Kinds of plots."""
-
-    layout = "layout"
-    histogram = "histogram"
-    sizes = "sizes"
+Plot = StrEnum("Plot", ["layout", "histogram", "sizes"])
+"""Kinds of plots."""
 
 
 def plot(
@@ -93,7 +87,7 @@ def plot(
     storage_option: opt.Options = None,
 ) -> None:
     """Draw an SVG: chunks and ranks of an array, a histogram of its values, or sizes by module."""
-    from shardstore.inspection.values import histogram, measure
+    from shardstore.inspection.values import measure
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
     output = output or f"{kind.value}.svg"
@@ -111,13 +105,10 @@ def plot(
         found, damage = measure([ckpt[key]])
         for text in damage.get(key, []):
             complain(text)
-        picture = _histogram(*histogram(ckpt[key], found[key], BINS))
+        picture = _histogram(ckpt[key], found[key])
     with store_errors("writing", output):
         target.write_text(_svg(picture, key or ckpt.url), encoding="utf-8")
-    if as_json:
-        emit({"kind": kind.value, "key": key, "output": output})
-    else:
-        say(output)
+    answer(as_json, {"kind": kind.value, "key": key, "output": output}, output)
 
 
 def report(
@@ -130,7 +121,7 @@ def report(
     storage_option: opt.Options = None,
 ) -> None:
     """Write one self-contained HTML page about a checkpoint."""
-    from shardstore.inspection.values import histogram, measure
+    from shardstore.inspection.values import measure
     from shardstore.inspection.verify import verify
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
@@ -151,25 +142,25 @@ def report(
 
     note = f"The {MAX_PICTURED} largest of {len(arrays):,} arrays have pictures."
     parts, level = [f'<p class="dim">{note}</p>'] * (len(arrays) > MAX_PICTURED), 0
-    for depth, node in modules(ckpt.metas.values()).walk():
+    for depth, name, node in modules(ckpt.metas.values()).walk():
         pictures = {}
         found = statistics.get(node.array.key) if node.array else None
         if node.array is not None and node.array.key in drawn:
             pictures["layout"] = _layout(node.array, manifest, wrong)
             if found is not None:
-                bars = histogram(ckpt[node.array.key], found, BINS, budget_bytes=budget)
-                pictures["histogram"] = _histogram(*bars)
+                array = ckpt[node.array.key]
+                pictures["histogram"] = _histogram(array, found, budget_bytes=budget)
         opened = depth == 0 or len(arrays) <= MAX_OPENED
-        parts.append("</details>" * (level - depth) + _node(node, opened, pictures, found, damage))
+        parts.append(
+            "</details>" * (level - depth) + _node(name, node, opened, pictures, found, damage)
+        )
         level = depth + bool(node.below)
     text = _page(ckpt.info, [*parts, "</details>" * level], verified, findings)
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)
-    if as_json:
-        emit({"output": output, "bytes": len(text.encode()), "ok": not is_damaged})
-    else:
-        say(f"{output}{'  (the checkpoint is DAMAGED)' if is_damaged else ''}")
+    told = {"output": output, "bytes": len(text.encode()), "ok": not is_damaged}
+    answer(as_json, told, f"{output}{'  (the checkpoint is DAMAGED)' if is_damaged else ''}")
     raise typer.Exit(opt.DAMAGE if is_damaged else 0)
 
 
@@ -280,6 +271,7 @@ def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str
 
 
 def _node(
+    name: str,
     node: Module,
     opened: bool,
     pictures: Mapping[str, Picture],
@@ -289,16 +281,17 @@ def _node(
     """Return the part of the page about a module (which the caller closes), and its array.
 
     Args:
+        name: name of the module.
         node: the module.
         opened: whether it is unfolded.
         pictures: kind -> picture, of the array.
         statistics: of the array's values, if they were read.
         damage: key -> texts of errors.
     """
-    begin, meta, name = "", node.array, escape(node.name)
+    begin, meta, name = "", node.array, escape(name)
     mark = '<span class="bad">damaged</span>'
     if node.below:
-        inside = any(one.array and one.array.key in damage for _, one in node.walk())
+        inside = any(one.array and one.array.key in damage for _, _, one in node.walk())
         begin = (
             f"<details{' open' if opened else ''}><summary>"
             f'<span class="size">{human_bytes(node.bytes)}</span>'
@@ -366,7 +359,10 @@ def _layout(
     return "".join(shapes), f"{counted(len(found), 'chunk')}, {axes}; {writers}", HIGH
 
 
-def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture:
+def _histogram(array: StoredArray, statistics: Statistics, **options: int) -> Picture:
+    from shardstore.inspection.values import histogram
+
+    counts, edges = histogram(array, statistics, BINS, **options)
     step, most = WIDE / len(counts), max(1, counts.max())
     # Square roots keep small counts visible.
     heights = [math.sqrt(count / most) * HIGH for count in counts]
@@ -384,19 +380,19 @@ def _histogram(counts: NDArray[np.int64], edges: NDArray[np.float64]) -> Picture
 
 
 def _sizes(node: Module) -> Picture:
-    name = ""
-    while len(node.below) == 1 and (only := next(iter(node.below.values()))).below:
-        node, name = only, f"{clean(only.name)}: "
-    bars = sorted(node.below.values(), key=lambda child: -child.bytes)
+    title = ""
+    while len(bars := list(node.children())) == 1 and bars[0][1].below:
+        title, node = f"{clean(bars[0][0])}: ", bars[0][1]
+    bars.sort(key=lambda bar: -bar[1].bytes)
     shapes = []
-    for i, child in enumerate(bars[:BARS]):
-        text = f"{clean(child.name)}: {human_bytes(child.bytes)}"
-        length = WIDE * child.bytes / max(1, bars[0].bytes)
+    for i, (name, child) in enumerate(bars[:BARS]):
+        text = f"{clean(name)}: {human_bytes(child.bytes)}"
+        length = WIDE * child.bytes / max(1, bars[0][1].bytes)
         shapes.append(_rect((0, i * ROW, length, ROW - 1), f"{COLOR}80", text))
         shapes.append(_text(4, (i + 0.45) * ROW, text, 8))
     rest = f"; {len(bars) - BARS:,} smaller ones are not shown" if len(bars) > BARS else ""
     total = f"{human_bytes(node.bytes)} in {counted(node.arrays, 'array')}"
-    return "".join(shapes), f"{name}{total}{rest}", ROW * min(len(bars), BARS)
+    return "".join(shapes), f"{title}{total}{rest}", ROW * min(len(bars), BARS)
 
 
 def _text(x: float, y: float, text: str, size: float) -> str:
@@ -427,3 +423,6 @@ def _svg(picture: Picture, title: str = "") -> str:
         f'<rect x="-8" y="-28" width="100%" height="100%" fill="#fff"/>'
         f'<text y="-16">{escape(clean(title))}</text><text y="-6">{label}</text>{shapes}</svg>\n'
     )
+
+
+COMMANDS = (plot, report)

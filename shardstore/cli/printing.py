@@ -46,6 +46,14 @@ def emit(value: object) -> None:
     print(json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2))
 
 
+def answer(as_json: bool, value: object, *lines: str) -> None:
+    """Print the result of a command as a JSON document, or as lines."""
+    if as_json:
+        emit(value)
+    else:
+        say(*lines)
+
+
 def open_streams() -> None:
     """Replace closed standard streams by the null device. Make the output streams escape characters
     that their encoding lacks."""

@@ -11,12 +11,11 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import islice, product
-from operator import index as integer
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import (
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 READ_TOGETHER = 8
 """Number of pieces, each at most a chunk, that a selection with steps reads at a time."""
 SHOWN = 40
-"""Largest number of rows in a checkpoint's table. A longer table shows the first and last rows."""
+"""Largest number of rows in a checkpoint's table."""
 SHOWN_KEY = 60
 """Characters of a key in the table. A longer key is cut in the middle."""
 
@@ -222,7 +221,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """A summary of the checkpoint as JSON: format, writer, sizes, metadata."""
         stored, root, metas = self.stored, self.stored.root, self.metas.values()
         manifest, damaged = self.manifest_or_damage()
-        ranks = {} if manifest is None else Counter(int(rank) for rank in manifest.rank)
+        ranks = set() if manifest is None else set(manifest.rank.tolist())
         by_dtype = Counter({meta.dtype: 0 for meta in metas})
         for meta in metas:
             by_dtype[meta.dtype] += array_bytes(meta)
@@ -300,14 +299,15 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
     def __repr__(self) -> str:
         rows = [("key", "shape", "dtype", "bytes")]
-        for key, meta in _ends(self.metas.items()):
+        for key, meta in islice(self.metas.items(), SHOWN):
             size = human_bytes(array_bytes(meta))
             rows.append((_shortened(clean(key)), str(meta.shape), meta.dtype, size))
         lines = aligned(rows, "<<<>")
         if len(self) > SHOWN:
-            lines.insert(1 + SHOWN // 2, f"... {len(self) - SHOWN:,} more")
+            lines.append(f"... {len(self) - SHOWN:,} more")
+        errors = islice(self.refused.values(), SHOWN)
+        lines += [f"not readable: {clean(str(error))}" for error in errors]
         total = f"{counted(len(self), 'array')}, {human_bytes(self.nbytes)}"
-        lines += [f"not readable: {clean(str(error))}" for error in _ends([*self.refused.values()])]
         return "\n".join([f"{clean(self.url)}: {total}", *lines])
 
 
@@ -447,34 +447,25 @@ class StoredArray:
         full = [slice(None)] * (self.ndim - len(indices))
         out = []
         for axis, part in enumerate([*indices[:at], *full, *indices[at:]]):
-            length = self.shape[axis]
             try:
-                if isinstance(part, slice):
-                    out.append((range(length)[part], False))
-                    continue
                 if isinstance(part, bool):
                     raise TypeError
-                position = integer(part)
+                found = range(self.shape[axis])[part]
+            except IndexError:
+                raise IndexRangeError(
+                    f"index {part} is out of range for axis {axis} of {shown}, "
+                    f"whose length is {self.shape[axis]}",
+                    key=self.key,
+                ) from None
             except (TypeError, ValueError):
                 raise ArgumentError(
                     f"{part!r:.60} is not an index of {shown}: give integers, slices and an "
                     "ellipsis, and use other indices on the NumPy array that this returns",
                     key=self.key,
                 ) from None
-            if not -length <= position < length:
-                raise IndexRangeError(
-                    f"index {position} is out of range for axis {axis} of {shown}, "
-                    f"whose length is {length}",
-                    key=self.key,
-                )
-            position %= length
-            out.append((range(position, position + 1), True))
+            is_single = isinstance(found, int)
+            out.append((range(found, found + 1) if is_single else found, is_single))
         return out
-
-    def read_box(self, box: Box) -> NDArray[Any]:
-        """Return the values of a box. Raises the errors of indexing."""
-        values: NDArray[Any] = self[(*box.slices, ...)]
-        return values
 
     def select(self, axes: Sequence[Sequence[range]]) -> NDArray[Any]:
         """Return the values at the outer product of positions.
@@ -485,28 +476,24 @@ class StoredArray:
         import numpy as np
 
         from shardstore.storage.movers.chunks import RegionRead
+        from shardstore.storage.movers.parallel import run_batched
 
         out = np.empty([sum(map(len, ranges)) for ranges in axes], self.dtype)
-        if not out.size:
-            return out
-        pieces = product(*map(_pieces, axes, self.chunks))
-        while batch := list(islice(pieces, READ_TOGETHER)):
-            reads: list[RegionRead] = []
-            places: list[tuple[NDArray[Any], Any]] = []
+
+        def work(batch: Sequence[tuple[tuple[range, slice], ...]]) -> None:
             for piece in batch:
                 low = tuple(min(found[0], found[-1]) for found, _ in piece)
                 shape = tuple(abs(found[-1] - found[0]) + 1 for found, _ in piece)
                 within: Any = (..., *(where for _, where in piece))
-                step = (..., *(slice(None, None, found.step) for found, _ in piece))
-                target = out[within]
+                steps: Any = (..., *(slice(None, None, found.step) for found, _ in piece))
                 by_one = all(found.step == 1 for found, _ in piece)
-                values = target if by_one else np.empty(shape, out.dtype)
-                reads.append(RegionRead(self.meta, Box(low, shape), values))
-                places.append((target, step))
-            self.checkpoint.read(reads)
-            for read, (target, step) in zip(reads, places, strict=True):
-                if read.out is not target:
-                    target[...] = read.out[step]
+                values = out[within] if by_one else np.empty(shape, out.dtype)
+                self.checkpoint.read([RegionRead(self.meta, Box(low, shape), values)])
+                if not by_one:
+                    out[within] = values[steps]
+
+        pieces = list(product(*map(_pieces, axes, self.chunks)))
+        run_batched(pieces, work, threads=READ_TOGETHER)
         return out
 
     def __repr__(self) -> str:
@@ -582,13 +569,6 @@ def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _ends(items: Collection[Any]) -> list[Any]:
-    """Return all items, or the first and the last if there are more than :data:`SHOWN`."""
-    listed = list(items)
-    half = SHOWN // 2
-    return listed if len(listed) <= SHOWN else listed[:half] + listed[-half:]
 
 
 def _shortened(text: str) -> str:

@@ -11,9 +11,8 @@ bit by bit, so that 0.0 and -0.0 differ, and a NaN equals itself.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,94 +28,84 @@ from shardstore.storage.movers.parallel import default_threads, run_batched
 T = TypeVar("T")
 
 DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
-BATCH_CHUNKS = 8
-"""Largest number of chunks in a batch; an interrupt waits until the running batches end."""
 BLOCK = 128 * 1024
 """Elements in a block; as float64, a block fits into the processor's cache."""
+COLUMNS = 8
+Sums = NDArray[np.float64]
+"""One row for each block: the numbers of values, zeros, NaNs and infinities; and minimum, maximum,
+sum and norm of the finite values."""
 
 
 def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
     """Return values as float64; the magnitudes of complex values."""
     if values.dtype.kind == "c":
         return np.abs(values.astype(np.complex128))
-    return values.astype(np.float64)
+    return values.astype(np.float64, copy=False)
 
 
-def blocks(values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
-    """Yield an array as consecutive one-dimensional float64 blocks."""
+def blocks(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield an array as consecutive one-dimensional blocks."""
     flat = values.reshape(-1)
     for start in range(0, flat.size, BLOCK):
-        yield as_float64(flat[start : start + BLOCK])
+        yield flat[start : start + BLOCK]
 
 
-@dataclass
+def sums_of(found: Iterable[NDArray[Any]]) -> Sums:
+    """Return the sums of blocks."""
+    return np.array([_sums(as_float64(block)) for block in found]).reshape(-1, COLUMNS)
+
+
+def _sums(block: NDArray[np.float64]) -> list[float]:
+    finite, nan, scale = block, 0, 1.0
+    # Not with BLAS, whose threads compete with the reading threads.
+    squares = float(np.einsum("i,i->", block, block))
+    if not math.isfinite(squares):  # some values are not finite, or their squares overflow
+        nan = int(np.isnan(block).sum())
+        finite = block[np.isfinite(block)]
+        scale = float(np.abs(finite).max(initial=1.0))
+        squares = float(((finite / scale) ** 2).sum())
+    counts = block.size, block.size - np.count_nonzero(block), nan, block.size - nan - finite.size
+    ends = finite.min(initial=math.inf), finite.max(initial=-math.inf)
+    return [*counts, *ends, finite.sum(), math.sqrt(squares) * scale]
+
+
+@dataclass(frozen=True)
 class Statistics:
-    """Statistics of values. Sums, range and norm are over the finite values.
+    """Statistics of values.
 
     Attributes:
         count: number of values.
-        nan, inf, zeros: numbers of NaNs, infinities and zeros among them.
+        norm: Euclidean norm of the finite values.
+        mean, min, max: of the finite values; ``None`` if there are none.
+        zeros, nan, inf: numbers of zeros, NaNs and infinities.
     """
 
-    count: int = 0
-    nan: int = 0
-    inf: int = 0
-    zeros: int = 0
-    _ends: list[float] = field(default_factory=list, repr=False)
-    _sums: list[float] = field(default_factory=list, repr=False)
-    _norms: list[float] = field(default_factory=list, repr=False)
+    count: int
+    norm: float
+    mean: float | None
+    min: float | None
+    max: float | None
+    zeros: int
+    nan: int
+    inf: int
 
-    def add(self, block: NDArray[np.float64]) -> None:
-        """Add a block of values."""
-        self.count += block.size
-        self.zeros += block.size - int(np.count_nonzero(block))
-        # Not with BLAS, whose threads compete with the reading threads.
-        squares, scale = float(np.einsum("i,i->", block, block)), 1.0
-        if not math.isfinite(squares):  # some values are not finite, or their squares overflow
-            nan = int(np.isnan(block).sum())
-            finite = block[np.isfinite(block)]
-            self.nan += nan
-            self.inf += block.size - nan - finite.size
-            block, scale = finite, float(np.abs(finite).max(initial=1.0))
-            squares = float(((block / scale) ** 2).sum())
-        if block.size:
-            self._ends += [float(block.min()), float(block.max())]
-            self._sums.append(float(block.sum()))
-            self._norms.append(math.sqrt(squares) * scale)
-
-    def merge(self, other: Statistics) -> None:
-        """Add the values of other statistics."""
-        for name in ("count", "nan", "inf", "zeros"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self._ends += other._ends
-        self._sums += other._sums
-        self._norms += other._norms
-
-    @property
-    def min(self) -> float | None:
-        """The smallest finite value; ``None`` if there is none."""
-        return min(self._ends, default=None)
-
-    @property
-    def max(self) -> float | None:
-        """The largest finite value; ``None`` if there is none."""
-        return max(self._ends, default=None)
-
-    @property
-    def mean(self) -> float | None:
-        """Arithmetic mean of the finite values."""
-        finite = self.count - self.nan - self.inf
-        return float(np.sum(np.sort(self._sums)) / finite) if finite else None
-
-    @property
-    def norm(self) -> float:
-        """Euclidean norm of the finite values."""
-        return float(np.hypot.reduce(np.sort(self._norms), initial=0.0))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        names = ("count", "norm", "mean", "min", "max", "zeros", "nan", "inf")
-        return {name: getattr(self, name) for name in names}
+    @classmethod
+    def of(cls, parts: Iterable[Sums]) -> Statistics:
+        """Return the statistics of all blocks of some parts, in any order."""
+        columns = np.concatenate([np.empty((0, COLUMNS)), *parts]).T
+        count, zeros, nan, inf = map(int, columns[:4].sum(axis=1))
+        low, high, total, norm = columns[4:]
+        finite = count - nan - inf
+        return cls(
+            count=count,
+            norm=float(np.hypot.reduce(np.sort(norm), initial=0.0)),
+            mean=float(np.sum(np.sort(total)) / finite) if finite else None,
+            min=float(low.min()) if finite else None,
+            max=float(high.max()) if finite else None,
+            zeros=zeros,
+            nan=nan,
+            inf=inf,
+        )
 
 
 def measure(
@@ -135,20 +124,13 @@ def measure(
     Returns:
         Key -> statistics of the values that could be read; and key -> texts of errors.
     """
-    found = {array.key: Statistics() for array in arrays}
 
-    def work(array: StoredArray, box: Box) -> Statistics:
-        part = Statistics()
-        for block in blocks(array.read_box(box)):
-            part.add(block)
-        return part
-
-    def collect(array: StoredArray, part: Statistics) -> None:
-        found[array.key].merge(part)
+    def work(array: StoredArray, box: Box) -> Sums:
+        return sums_of(blocks(array[*box.slices, ...]))
 
     url = arrays[0].checkpoint.url if arrays else ""
-    damage = stream(arrays, work, collect, url=url, budget_bytes=budget_bytes, progress=progress)
-    return found, damage
+    found, damage = stream(arrays, work, url=url, budget_bytes=budget_bytes, progress=progress)
+    return {key: Statistics.of(parts) for key, parts in found.items()}, damage
 
 
 def histogram(
@@ -165,10 +147,10 @@ def histogram(
     Returns:
         Counts ``(bins,)`` and edges ``(bins + 1,)``.
     """
-    counts = np.zeros(bins, np.int64)
+    nothing = np.zeros(bins, np.int64)
     low, high = statistics.min, statistics.max
     if low is None or high is None:
-        return counts, np.linspace(0.0, 1.0, bins + 1)
+        return nothing, np.linspace(0.0, 1.0, bins + 1)
     if high == low:
         low, high = low - 0.5, high + 0.5
     # If the width of the range overflows float64, halve all values.
@@ -176,22 +158,18 @@ def histogram(
     ends = (low * scale, high * scale)
 
     def work(array: StoredArray, box: Box) -> NDArray[np.int64]:
-        mine = np.zeros(bins, np.int64)
-        for block in blocks(array.read_box(box)):
-            mine += np.histogram(block[np.isfinite(block)] * scale, bins, ends)[0]
-        return mine
+        counts = np.zeros(bins, np.int64)
+        for block in map(as_float64, blocks(array[*box.slices, ...])):
+            counts += np.histogram(block[np.isfinite(block)] * scale, bins, ends)[0]
+        return counts
 
-    def collect(_: StoredArray, mine: NDArray[np.int64]) -> None:
-        counts[:] += mine
-
-    stream([array], work, collect, budget_bytes=budget_bytes)
-    return counts, np.linspace(*ends, bins + 1) / scale
+    found, _ = stream([array], work, budget_bytes=budget_bytes)
+    return sum(found[array.key], nothing), np.linspace(*ends, bins + 1) / scale
 
 
 def stream(
     arrays: Sequence[StoredArray],
     work: Callable[[StoredArray, Box], T],
-    collect: Callable[[StoredArray, T], None],
     *,
     numbers: Mapping[str, Collection[int]] | None = None,
     operation: Operation = "read",
@@ -199,13 +177,12 @@ def stream(
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     copies: int = 1,
     progress: ProgressArgument = None,
-) -> dict[str, list[str]]:
+) -> tuple[dict[str, list[T]], dict[str, list[str]]]:
     """Call ``work`` for chunks of some arrays, from several threads.
 
     Args:
-        arrays: the arrays, in any order.
+        arrays: arrays of one checkpoint, in any order.
         work: reads a chunk and uses its values; called from several threads at a time.
-        collect: called with each result of ``work``, one call at a time.
         numbers: key -> numbers of the chunks to read; default: all chunks.
         operation, url: see :class:`~shardstore.progress.Progress`.
         budget_bytes: memory for the chunks in work; at least one chunk is in work.
@@ -213,7 +190,8 @@ def stream(
         progress: a callback, or ``"bar"``.
 
     Returns:
-        Key -> texts of the errors of its damaged chunks. Work on the others continues.
+        Key -> results of ``work``, in any order; and key -> texts of the errors of its damaged
+        chunks. Work on the others continues.
     """
     chunks = []
     for array in arrays:
@@ -224,32 +202,22 @@ def stream(
             chunks.append((array, box, box.size * array.dtype.itemsize))
     largest = copies * max((size for _, _, size in chunks), default=0)
     threads = max(1, min(default_threads(), budget_bytes // max(1, largest)))
-    damage: dict[str, list[str]] = {}
-    lock = threading.Lock()
+    found: dict[str, list[T]] = {array.key: [] for array in arrays}
+    damage: dict[str, list[str]] = {array.key: [] for array in arrays}
 
     def run(batch: Sequence[tuple[StoredArray, Box, int]]) -> None:
         for array, box, size in batch:
             try:
                 with np.errstate(over="ignore", invalid="ignore"):
-                    found = work(array, box)
-                with lock:
-                    collect(array, found)
+                    found[array.key].append(work(array, box))
             except DamagedCheckpointError as error:
-                with lock:
-                    damage.setdefault(array.key, []).append(str(error))
+                damage[array.key].append(str(error))
             meter.count(size, 0)
 
     with metered(operation, url, progress) as meter:
         meter.expect(sum(size for _, _, size in chunks))
-        run_batched(
-            chunks,
-            run,
-            threads=threads,
-            weight=lambda chunk: chunk[2],
-            batch_weight=32 * 1024 * 1024,
-            batch_items=BATCH_CHUNKS,
-        )
-    return damage
+        run_batched(chunks, run, threads=threads)
+    return found, {key: texts for key, texts in damage.items() if texts}
 
 
 @dataclass(frozen=True)
@@ -307,10 +275,6 @@ class Difference:
         found = (self.only_a, self.only_b, self.described, self.values, self.files)
         return not any(found)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {"same": self.same, **asdict(self)}
-
 
 def compare(
     a: OpenCheckpoint,
@@ -347,25 +311,15 @@ def compare(
         else:
             out.equal += 1
             out.hashed += 1
-    values = {key: Statistics() for key in suspects}
-    deltas = {key: Statistics() for key in suspects}
-    touched = dict.fromkeys(suspects, 0)
 
-    def work(array: StoredArray, box: Box) -> tuple[int, Statistics, Statistics]:
-        mine, other = array.read_box(box), right[array.key].read_box(box)
-        return mine.nbytes + other.nbytes, *_difference(mine, other)
+    def work(array: StoredArray, box: Box) -> tuple[int, Sums, Sums]:
+        mine, other = (one[*box.slices, ...] for one in (array, right[array.key]))
+        size = mine.nbytes + other.nbytes
+        return size, sums_of(blocks(mine)), sums_of(_deltas(mine, other))
 
-    def collect(array: StoredArray, found: tuple[int, Statistics, Statistics]) -> None:
-        size, part, delta = found
-        out.bytes_read += size
-        values[array.key].merge(part)
-        deltas[array.key].merge(delta)
-        touched[array.key] += delta.count > 0
-
-    damage = stream(
+    parts, damage = stream(
         [left[key] for key in suspects],
         work,
-        collect,
         numbers=suspects,
         operation="compare",
         url=a.url,
@@ -373,18 +327,20 @@ def compare(
         copies=2,
         progress=progress,
     )
-    for key, delta in deltas.items():
+    for key, found in parts.items():
+        out.bytes_read += sum(size for size, _, _ in found)
+        delta = Statistics.of(deltas for _, _, deltas in found)
         if not delta.count and key not in damage:
             out.equal += 1
             continue
         out.values[key] = ArrayDifference(
             elements=delta.count,
             of=left[key].size,
-            chunks=touched[key],
+            chunks=sum(len(deltas) > 0 for _, _, deltas in found),
             chunks_of=left[key].meta.grid.size,
             max_abs=delta.max or 0.0,
             norm=delta.norm,
-            norm_a=values[key].norm,
+            norm_a=Statistics.of(values for _, values, _ in found).norm,
             nonfinite=delta.nan + delta.inf,
             damage=damage.get(key, []),
         )
@@ -409,30 +365,23 @@ def _digests(array: StoredArray) -> NDArray[Any] | None:
     return None if rows is None else rows.digest
 
 
-def _difference(a: NDArray[Any], b: NDArray[Any]) -> tuple[Statistics, Statistics]:
-    """Return statistics of ``a``, and of the absolute differences where bits differ."""
-    values, deltas = Statistics(), Statistics()
-    for start in range(0, a.size, BLOCK):
-        x, y = (part.reshape(-1)[start : start + BLOCK] for part in (a, b))
+def _deltas(a: NDArray[Any], b: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
+    """Yield, block by block, the absolute differences of the elements whose bits differ."""
+    for x, y in zip(blocks(a), blocks(b), strict=True):
         left, right = (part.view(np.uint8).reshape(-1, x.dtype.itemsize) for part in (x, y))
         differ = (left != right).any(axis=1)
-        values.add(as_float64(x))
         if differ.any():
-            deltas.add(_delta(x[differ], y[differ]))
-    return values, deltas
+            yield _delta(x[differ], y[differ])
 
 
 def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
     """Return absolute differences as float64; NaN where a side is not finite."""
-    out: NDArray[np.float64]
-    if x.dtype.kind == "c":
-        out = np.abs(x.astype(np.complex128) - y.astype(np.complex128))
-    elif x.dtype.kind in "iu":  # exact, unlike a difference in float64
+    if x.dtype.kind in "iu":  # exact, unlike a difference in float64
         wrapped = np.maximum(x, y) - np.minimum(x, y)
-        out = wrapped.view(f"u{x.dtype.itemsize}").astype(np.float64)
-    else:
-        out = np.abs(as_float64(x) - as_float64(y))
-    return out
+        return as_float64(wrapped.view(f"u{x.dtype.itemsize}"))
+    if x.dtype.kind == "c":
+        return as_float64(x.astype(np.complex128) - y.astype(np.complex128))
+    return np.abs(as_float64(x) - as_float64(y))
 
 
 def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, str]:

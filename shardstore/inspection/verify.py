@@ -9,15 +9,15 @@ import json
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
-from shardstore.errors import CheckpointingException, ChunkMissingError, DamagedCheckpointError
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.inspection.opened import matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
 from shardstore.storage.checkpoint import OWN_FILES, ReplacedError, StoredCheckpoint
@@ -25,7 +25,6 @@ from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_a
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, key_of, object_place
-from shardstore.storage.movers.chunk_bytes import free_scratch
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.mover import check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -43,8 +42,6 @@ RUN_BYTES = 32 * 1024 * 1024
 """Size of the runs of chunks that threads verify."""
 RUN_CHUNKS = 256
 REMOTE_THREADS = 16
-SHOWN_ARRAYS = 4
-"""Number of arrays that one finding names."""
 SHOWN_OBJECTS = 10
 """Largest number of missing objects reported for a key, because a file name may claim any grid."""
 
@@ -99,10 +96,6 @@ class Verified:
         """Whether no damage was found."""
         return self.damage == 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return {"ok": self.ok, **asdict(self)}
-
 
 def verify(
     stored: StoredCheckpoint,
@@ -146,7 +139,7 @@ def verify(
             result = _Verification(stored, found, keys, hashes, threads, meter).run()
         if not result.ok:
             meter.enter("failed")
-    about = {name: n for name, n in result.as_dict().items() if name not in ("ok", "unchecked")}
+    about = {name: n for name, n in asdict(result).items() if name != "unchecked"}
     state = "no damage" if result.ok else f"{result.damage} finding(s) of damage"
     log_event(logger, "verify", f"{url}: verified, {state}", url=url, **about)
     return result
@@ -154,8 +147,8 @@ def verify(
 
 _Job = tuple[int, Callable[[], None]]
 """The bytes of some chunks (0 for another file), and a function that verifies them."""
-_Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Index of a sharded object, and the shape of its grid."""
+_Index = tuple[int, ...]
+"""Index of a sharded object, or the shape of its grid."""
 
 
 @dataclass
@@ -187,15 +180,15 @@ class _Verification:
         start = perf_counter()
         with collector_paused():
             jobs = self._plan()
-        is_local = self.location.is_local
-        run_batched(
-            jobs,
-            _do_all,
-            threads=self.threads or (default_threads() if is_local else REMOTE_THREADS),
-            weight=lambda job: job[0],
-            batch_weight=BATCH_BYTES if is_local else 1,
-            batch_items=len(jobs) + 1 if is_local else 1,
-        )
+
+        def work(batch: Sequence[_Job]) -> None:
+            for _, job in batch:
+                job()
+
+        threads = REMOTE_THREADS
+        if self.location.is_local:
+            threads = min(default_threads(), 1 + sum(size for size, _ in jobs) // BATCH_BYTES)
+        run_batched(jobs, work, threads=self.threads or threads)
         if not self.result.ok:
             self.stored.require_unchanged()
         self.result.seconds = perf_counter() - start
@@ -210,24 +203,20 @@ class _Verification:
         common_backend = self._check_config(top)
         self._read_manifest(arrays)
         nodes = {meta.node for meta in arrays}
-        if self.root_is_damaged:
-            nodes |= self._undescribed(nodes)
         jobs = self._common_jobs(top, common_backend) + self._object_jobs(nodes)
-        self._report_foreign(nodes)
+        if not self.root_is_damaged:  # else the folder of an array may seem foreign
+            self._report_foreign(nodes)
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
-        for array in list(wanted):
-            try:
-                self.stored.require_chunks(array)
-            except ChunkMissingError as error:
-                self._report("chunk-missing", array.node, str(error), key=array.key)
-                wanted.remove(array)
         for array in wanted:
             size, count = array.chunk_bytes, array.grid.size
             step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
-            for first in range(0, count or 1, step):
-                last = min(first + step, count)
-                jobs.append(((last - first) * size, partial(self._check_run, array, first, last)))
+            with self._reporting("chunk-missing", array.node, array.key):
+                self.stored.require_chunks(array)
+                for first in range(0, count or 1, step):
+                    last = min(first + step, count)
+                    job = partial(self._check_run, array, first, last)
+                    jobs.append(((last - first) * size, job))
         self.meter.expect(sum(size for size, _ in jobs), sum(meta.grid.size for meta in wanted))
         return jobs
 
@@ -246,6 +235,17 @@ class _Verification:
             else:
                 self.result.notes += 1
             self.found(Finding(kind, severity, text, path, **about))
+
+    @contextmanager
+    def _reporting(self, kind: str, name: str, key: str | None = None) -> Iterator[None]:
+        """Report an error in the file ``name`` that is raised inside, as damage."""
+        try:
+            yield
+        except (CheckpointingException, OSError, ValueError, TypeError) as error:
+            about = "" if key is None else f" (key {key!r})"
+            is_ours = isinstance(error, CheckpointingException)
+            text = str(error) if is_ours else f"PATH{about} is damaged: {error}"
+            self._report(kind, name, text, key=key)
 
     def _walk(self) -> list[str]:
         """Return the names of all files below the checkpoint, also behind links in its folder."""
@@ -279,18 +279,13 @@ class _Verification:
 
     def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
         self.root_is_damaged = True
-        found = []
+        found: list[ArrayMeta | None] = []
         for node in top:
             name = f"{node}/zarr.json"
-            try:
-                meta = parse_array(node, self.location.read(name), f"{self.url}/{name}")
-                if meta is not None:
-                    found.append(meta)
-            except CheckpointingException as error:
-                self._report("document-damaged", name, str(error), key=key_of(node))
-            except FileNotFoundError:
-                continue
-        return found
+            with self._reporting("document-damaged", name, key_of(node)):
+                if (text := self.location.read_range(name)) is not None:
+                    found.append(parse_array(node, text, f"{self.url}/{name}"))
+        return [meta for meta in found if meta is not None]
 
     @property
     def _is_ours(self) -> bool:
@@ -304,76 +299,51 @@ class _Verification:
                 text = "PATH is missing: load() does not accept the folder as a checkpoint"
                 self._report("config-missing", CONFIG_NAME, text)
             return "torch"
-        try:
+        with self._reporting("config-damaged", CONFIG_NAME):
             document = json.loads(self.location.read(CONFIG_NAME))
             if not isinstance(document, dict) or "sharded_backend" not in document:
                 raise ValueError("it names no sharded_backend")
-        except (OSError, ValueError) as error:
-            self._report("config-damaged", CONFIG_NAME, f"PATH is damaged: {error}")
-            return "torch"
-        return document.get("common_backend", "torch")
+            return document.get("common_backend", "torch")
+        return "torch"
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> None:
         try:
-            self.manifest = manifest = self.stored.manifest
-        except DamagedCheckpointError as error:
-            self._report("manifest-damaged", MANIFEST_NAME, str(error))
-            return
-        try:
+            root, self.manifest = self.root, self.stored.manifest
             if not self.root_is_damaged:
                 self.stored.check_root()
+            if self.manifest is None and self._is_ours and root is not None and root.texts:
+                text = "PATH is missing: chunks are compared with their own checksums only"
+                self._report("manifest-missing", MANIFEST_NAME, text, "note")
         except DamagedCheckpointError as error:
             name = str(error.url).rpartition("/")[2]
             kind = "manifest-damaged" if name == MANIFEST_NAME else "root-damaged"
             self._report(kind, name, str(error))
-        if manifest is None:
-            if self.root is not None and self.root.texts and self._is_ours:
-                text = "PATH is missing: chunks are compared with their own checksums only"
-                self._report("manifest-missing", MANIFEST_NAME, text, "note")
-            return
         for meta in arrays:
-            if manifest.rows(meta) is None:
+            if self.manifest is not None and self.manifest.rows(meta) is None:
                 text = (
                     f"PATH has no matching entry for key {meta.key!r}: another program rewrote "
                     "or added it; its chunks are compared with their own checksums only"
                 )
                 self._report("manifest-stale", MANIFEST_NAME, text, "note", key=meta.key)
 
-    def _undescribed(self, nodes: set[str]) -> set[str]:
-        """Return the nodes in the manifest that have no document of their own."""
-        arrays = () if self.manifest is None else self.manifest.arrays
-        lost = [node for node, _, _ in arrays if node not in nodes]
-        if lost and not self.keys:
-            text = (
-                f"only the damaged root document describes {len(lost)} array(s) of PATH; their "
-                f"chunks were not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
-            )
-            self._report("arrays-unread", MANIFEST_NAME, text, "note")
-        return set(lost)
-
     # -- files that do not belong to arrays -----------------------------------------------------
 
     def _common_jobs(self, top: Sequence[str], backend: object) -> list[_Job]:
-        """Return the job that verifies the common values."""
+        """Return the job that verifies ``common.pt``. Verify the values in a root document that has
+        no checksum."""
         if self.keys:
             return []
         if COMMON_STATE_NAME in top:
-            return [(0, partial(self._check_archive, COMMON_STATE_NAME, "common-damaged"))]
+            return [(0, partial(self._check_file, COMMON_STATE_NAME, "common-damaged"))]
         if self._is_ours and backend == "torch":
             text = "PATH is missing: the common values of the state are lost"
             self._report("common-missing", COMMON_STATE_NAME, text)
         elif self.root is not None and not self.root.is_summed:
-            return [(0, partial(self._check_values, self.root))]
+            with self._reporting("common-damaged", "zarr.json"):
+                record = StateRecord.from_root(self.root.attributes, self.url)
+                if record is not None:
+                    record.nested(self.url, {})
         return []
-
-    def _check_values(self, root: RootDocument) -> None:
-        """Verify the common values in a root document that has no checksum."""
-        try:
-            record = StateRecord.from_root(root.attributes, self.url)
-            if record is not None:
-                record.nested(self.url, {})
-        except DamagedCheckpointError as error:
-            self._report("common-damaged", "zarr.json", str(error))
 
     def _object_jobs(self, nodes: set[str]) -> list[_Job]:
         """Return jobs that verify the sharded objects. Report the objects that are missing: those
@@ -384,30 +354,28 @@ class _Verification:
         """
         there = set(self.names)
         committed = () if self.root is None else self.root.file_sums
-        objects: dict[str, dict[_Place, str]] = {}
+        objects: dict[tuple[str, _Index], dict[_Index, str]] = {}
         for name in sorted(there.union(committed)):
             node, _, file = name.rpartition("/")
             place = object_place(file)
             if place is not None and node and ("/" not in node or node in nodes):
-                objects.setdefault(node, {})[place] = name
+                index, shape = place
+                objects.setdefault((node, shape), {})[index] = name
             elif name not in there and name != COMMON_STATE_NAME and self.wants(_key(node)):
                 self._report("file-missing", name, "PATH is missing, and the commit names it")
         jobs: list[_Job] = []
-        for node, named in objects.items():
+        for (node, shape), named in objects.items():
             key = _key(node)
             if not self.wants(key):
                 continue
-            for shape in {shape for _, shape in named}:
-                grid = Grid(shape, (1,) * len(shape))
-                indices = map(grid.index_at, range(grid.size))
-                missing = (index for index in indices if (index, shape) not in named)
-                for index in islice(missing, SHOWN_OBJECTS):
-                    file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
-                    named[index, shape] = f"{node}/{file}"
-            for (index, _), name in named.items():
+            grid = Grid(shape, (1,) * len(shape))
+            indices = map(grid.index_at, range(grid.size))
+            for index in islice((i for i in indices if i not in named), SHOWN_OBJECTS):
+                file = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}.pt"
+                named[index] = f"{node}/{file}"
+            for index, name in named.items():
                 if name in there:
-                    check = partial(self._check_archive, name, "object-damaged", key)
-                    jobs.append((0, check))
+                    jobs.append((0, partial(self._check_file, name, "object-damaged", key)))
                 else:
                     text = f"object {index} of key {key!r} is missing: PATH"
                     self._report("object-missing", name, text, key=key)
@@ -417,17 +385,16 @@ class _Verification:
     def _report_foreign(self, nodes: set[str]) -> None:
         """Report files outside of the folders of arrays that are not part of the checkpoint."""
         known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
-        is_old_layout = self.root is None and not self.root_is_damaged
         parts = (name.split("/") for name in self.names)
         for name in sorted({"/".join(part[:2]) for part in parts if part[0] not in known}):
             folder, _, file = name.partition("/")
             # Megatron-Core left locks behind.
-            is_known = object_place(file) or (is_old_layout and folder.endswith(".sync"))
+            is_known = object_place(file) or (self.root is None and folder.endswith(".sync"))
             if not is_known and self.wants(_key(folder)):
                 self._report("foreign", name, "PATH is not part of the checkpoint", "note")
 
-    def _check_archive(self, name: str, kind: str, key: str | None = None) -> None:
-        try:
+    def _check_file(self, name: str, kind: str, key: str | None = None) -> None:
+        with self._reporting(kind, name, key):
             data = self.stored.document(name)
             if not data:
                 raise ValueError("it is empty")
@@ -444,11 +411,6 @@ class _Verification:
                 from shardstore.strategies.common import require_same_content
 
                 require_same_content(self.stored, data)
-        except DamagedCheckpointError as error:
-            self._report(kind, name, str(error), key=key)
-        except (OSError, ValueError) as error:
-            about = "" if key is None else f" (object of key {key!r})"
-            self._report(kind, name, f"PATH{about} is damaged: {error}", key=key)
 
     # -- arrays -----------------------------------------------------------------------------------
 
@@ -485,30 +447,25 @@ class _Verification:
         if array.document_name not in names and not root.array_documents:
             return
         path = f"PATH (key {key!r})"
-        try:
-            data = self.location.read(name)
+        with self._reporting("document-damaged", name, key):
+            data = self.location.read_range(name)
+            if data is None:
+                text = f"{path} is missing: readers that open the array by its path do not find it"
+                self._report("document-missing", name, text, key=key)
+                return
             if data == saved and root.array_documents:
                 return
             # zarr adds empty transformers to the copy in the root document.
             own, copy = ({"storage_transformers": [], **json.loads(t)} for t in (data, saved))
-        except FileNotFoundError:
-            text = f"{path} is missing: readers that open the array by its path do not find it"
-            self._report("document-missing", name, text, key=key)
-            return
-        except (OSError, ValueError, TypeError) as error:
-            self._report("document-damaged", name, f"{path} is damaged: {error}", key=key)
-            return
-        if own != copy:
-            parts = sorted({*own, *copy})
-            differ = ", ".join(part for part in parts if own.get(part, ...) != copy.get(part, ...))
-            text = f"{path} differs from the root's copy in {differ}"
-            self._report("document-differs", name, text, key=key)
-        elif not root.array_documents:
-            text = (
-                f"{path} is not part of the checkpoint, which was saved without array documents; "
-                "it equals the root's copy"
-            )
-            self._report("foreign", name, text, "note", key=key)
+            if differ := [p for p in own | copy if own.get(p, ...) != copy.get(p, ...)]:
+                text = f"{path} differs from the root's copy in {', '.join(sorted(differ))}"
+                self._report("document-differs", name, text, key=key)
+            elif not root.array_documents:
+                text = (
+                    f"{path} is not part of the checkpoint, which was saved without array "
+                    "documents; it equals the root's copy"
+                )
+                self._report("foreign", name, text, "note", key=key)
 
     def _check_folder(self, array: ArrayMeta, names: set[str]) -> None:
         """Find foreign files in an array's folder."""
@@ -525,11 +482,3 @@ class _Verification:
 def _key(node: str) -> str:
     """Return the key of a node; its name if that was shortened."""
     return key_of(node) or node
-
-
-def _do_all(jobs: Sequence[_Job]) -> None:
-    try:
-        for _, work in jobs:
-            work()
-    finally:
-        free_scratch()

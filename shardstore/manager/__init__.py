@@ -1,4 +1,4 @@
 """Manages the checkpoints of a training run: saves steps, deletes old ones, restores the newest."""
 
 from shardstore.manager.checkpoint_manager import CheckpointManager as CheckpointManager
-from shardstore.manager.restore import Restored as Restored
+from shardstore.manager.checkpoint_manager import Restored as Restored

@@ -5,39 +5,58 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
 from shardstore.async_handle import AsyncSave, async_save
-from shardstore.errors import ArgumentError
-from shardstore.manager.restore import Restored, restore_step
+from shardstore.distributed.coordinator import Ranks
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    DamagedCheckpointError,
+    NotACheckpointError,
+    RanksError,
+)
+from shardstore.inspection.verify import Finding, verify
 from shardstore.manager.steps import (
     MARK,
     Retention,
     StepInfo,
     Steps,
     branches,
+    discard_later_steps,
+    logger,
     mark_of,
     note_save,
     number_of,
+    warn_of_later_steps,
 )
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.progress import ProgressArgument
+from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
 from shardstore.saving.run import prepare, run_save
 from shardstore.saving.session import Part
-from shardstore.serialization import save_strategies
+from shardstore.serialization import load, save_strategies
+from shardstore.state_dict_utils import check_state
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.movers.parallel import yield_to_others
-from shardstore.storage.options import StepKeywords, options_of
+from shardstore.storage.options import StepKeywords, options_of, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
+
+SHOWN = 3
+"""Number of findings that a text names."""
 
 
 class SaveArguments(StepKeywords, total=False):
@@ -88,7 +107,21 @@ def _without_mark(
     return process
 
 
-logger = logging.getLogger(__name__)
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restored step.
+
+    Attributes:
+        step: number of the step.
+        state: result of :func:`shardstore.load`.
+        url: URL of the checkpoint.
+        damaged: newer, damaged steps that were skipped, newest first.
+    """
+
+    step: int
+    state: Any
+    url: str
+    damaged: tuple[int, ...] = ()
 
 
 class CheckpointManager:
@@ -215,12 +248,11 @@ class CheckpointManager:
                 on every rank.
             CheckpointingException: as :func:`shardstore.save`.
         """
-        place, about, given, error = self._prepare(step, metrics, options, SaveArguments)
-        used = self._used_by(place, given)
-        settings = {name: given.pop(name) for name in StepKeywords.__annotations__ if name in given}
+        place, about, used, given, error = self._prepare(step, metrics, options)
         validate = given.pop("validate_access_integrity", True)
         strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
         preprocess = given.pop("preprocess_common_before_consistancy_check", None)
+        content = given.pop("content_metadata", None)
 
         def prepared() -> Part:
             if error is not None:
@@ -228,10 +260,10 @@ class CheckpointManager:
             return prepare(
                 state,
                 place.place,
-                options_of("save", settings, validate_access_integrity=validate),
+                options_of("save", given, validate_access_integrity=validate),
                 save_strategies(*strategies),
                 preprocess=preprocess,
-                **given,
+                content_metadata=content,
             )
 
         with self._steps.using(used):
@@ -259,9 +291,9 @@ class CheckpointManager:
             ValueError, TypeError, CheckpointingException: see :meth:`save`. The handle raises
                 errors of the background.
         """
-        place, about, given, error = self._prepare(step, metrics, options, AsyncSaveArguments)
+        place, about, steps, given, error = self._prepare(step, metrics, options)
         with ExitStack() as stack:
-            stack.enter_context(self._steps.using(self._used_by(place, given)))
+            stack.enter_context(self._steps.using(steps))
             handle = async_save(state, place.place, **given, _error=error)
             used = stack.pop_all()
         first = self._is_first  # the process group may be destroyed when the job runs
@@ -280,26 +312,19 @@ class CheckpointManager:
         return handle
 
     def _prepare(
-        self,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
-        known: type,
-    ) -> tuple[Location, StepInfo, dict[str, Any], BaseException | None]:
-        """Return place, step and arguments of a save, and the error in them on this rank."""
+        self, step: int, metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
+    ) -> tuple[Location, StepInfo, set[int], dict[str, Any], BaseException | None]:
+        """Return place and description of a save, the steps that must not be deleted during it (its
+        own, and its base), its arguments, and the error in them on this rank."""
         error: BaseException | None = None
-        place, about = self._steps.place(0), StepInfo(0)
-        allowed: Collection[str] = known.__annotations__
-        given = {name: value for name, value in options.items() if name in allowed}
+        place, about, used = self._steps.place(0), StepInfo(0), set[int]()
+        given = dict(options)
         try:
-            unknown = sorted(set(options) - set(given))
-            if unknown:
-                raise ArgumentError(
-                    f"saving a step has no keyword {', '.join(unknown)}; it takes "
-                    f"{', '.join(sorted(allowed))}"
-                )
             number = number_of(step)
             place, about = self._steps.place(number), StepInfo(number)
+            bases = [] if given.get("base") is None else [Location.of(given["base"])]
+            names = [one.name for one in (place, *bases) if one == self.root.child(one.name)]
+            used = {step for step in map(self._steps.step_of, names) if step is not None}
             if number in self._steps.damaged:
                 given["overwrite"] = True
             content = given.get("content_metadata") or {}
@@ -313,16 +338,7 @@ class CheckpointManager:
         except (TypeError, ValueError) as problem:
             error = problem
         self._open()
-        return place, about, given, error
-
-    def _used_by(self, place: Location, given: Mapping[str, Any]) -> set[int]:
-        """Return the steps that must not be deleted during a save: its own, and its base."""
-        steps = {self._steps.step_of(place.name)}
-        if given.get("base") is not None:
-            base = Location.of(given["base"])
-            if base == self.root.child(base.name):
-                steps.add(self._steps.step_of(base.name))
-        return {step for step in steps if step is not None}
+        return place, about, used, given, error
 
     # -- restoring -----------------------------------------------------------------------------
 
@@ -367,15 +383,58 @@ class CheckpointManager:
                 to an earlier step; a shape mismatch or a store that fails does not.
         """
         self._open()
-        return restore_step(
-            self._steps,
-            state,
-            step,
-            verify_first=verify_first,
-            discard_later=discard_later,
-            progress=progress,
-            options=options,
-        )
+        steps, ranks, what = self._steps, Ranks.current(), f"restoring from {self.root.url}"
+        error: BaseException | None = None
+        callback: ProgressCallback | None = None
+        try:
+            check_state(state)
+            require_bool("verify_first", verify_first)
+            require_bool("discard_later", discard_later)
+            callback = callback_of(progress, shows=ranks.is_coordinator)
+            step = None if step is None else number_of(step)
+        except (TypeError, ValueError) as problem:
+            error = problem
+        check = partial(_damage_of, callback=callback) if verify_first else lambda _: None
+        infos: dict[int, StepInfo] = {}  # all steps, on rank 0
+        damaged: dict[int, str] = {}
+        found: dict[int, str] = {}  # by rank 0 alone, before a load
+        tried = _candidates(steps, infos, step, check, damaged, found)
+
+        def decide(_: list[bytes]) -> bytes:
+            return json.dumps([next(tried), list(found.items()), bool(discard_later)]).encode()
+
+        def skip(number: int, text: str) -> None:
+            damaged[number] = text
+            steps.damaged.add(number)
+            text = f"step {number} below {self.root.url} is damaged and is skipped: {text}"
+            steps.log("damaged", number, text, logging.WARNING)
+
+        with closing(tried):
+            while True:
+                answer = ranks.together(what=what, error=error, decide=decide)
+                chosen, passed, discards = json.loads(answer)
+                for number, text in passed:
+                    if number not in damaged:
+                        skip(number, text)
+                if chosen is None:
+                    return None
+                place = steps.place(chosen)
+                try:
+                    loaded = load(state, place.place, progress=callback, **options)
+                    break
+                except Exception as problem:
+                    if step is not None or ranks.is_broken:
+                        raise
+                    text = _agree_on_damage(ranks, place, problem, what)
+                    if text is None:
+                        raise
+                    skip(chosen, text)
+        if discards:
+            discard_later_steps(ranks, steps, infos, chosen)
+        elif ranks.is_coordinator:
+            there = {number: info for number, info in infos.items() if number not in damaged}
+            warn_of_later_steps(steps, there, chosen)
+        return Restored(chosen, loaded, place.url, tuple(damaged))
 
     # -- the background --------------------------------------------------------------------------
 
@@ -434,6 +493,106 @@ class CheckpointManager:
             self._last = self._background.submit(run)
         except RuntimeError:  # at interpreter exit, no more threads can be started
             run()
+
+
+def _candidates(
+    steps: Steps,
+    infos: dict[int, StepInfo],
+    wanted: int | None,
+    check: Callable[[Location], str | None],
+    damaged: Mapping[int, str],
+    found: dict[int, str],
+) -> Generator[int | None, None, None]:
+    """Yield the steps to load, on rank 0: only ``wanted``, or all of them, the newest first (see
+    :func:`branches`). A step is not deleted until the next is requested. Yield ``None`` if there
+    are no steps.
+
+    Args:
+        steps: the steps of the run.
+        infos: receives the descriptions of all steps.
+        wanted: number of the only step to consider.
+        check: verifies a step; returns a text of its damage.
+        damaged: the steps that all ranks know to be damaged, with texts.
+        found: receives the steps that ``check`` finds damaged, with texts.
+
+    Raises:
+        NotACheckpointError: the wanted step does not exist.
+        DamagedCheckpointError: every step is damaged.
+    """
+    infos.update(steps.infos())
+    current, abandoned = branches(infos)
+    for step in [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]:
+        with steps.using([step]):
+            if step not in infos or not is_checkpoint(steps.place(step)):
+                continue  # deleted since it was listed
+            if (text := check(steps.place(step))) is None:
+                yield step
+            else:
+                found[step] = text
+    if known := {**damaged, **found}:
+        texts = "; ".join(f"step {step}: {known[step]}" for step in list(known)[:SHOWN])
+        raise DamagedCheckpointError(
+            f"no restorable checkpoint below {steps.root.url}: every step is damaged ({texts}). "
+            "Verify older copies, or pass a different root to start over",
+            url=steps.root.url,
+        )
+    if wanted is not None:
+        raise NotACheckpointError(
+            f"there is no step {wanted} below {steps.root.url}; existing steps: "
+            f"{', '.join(map(str, infos)) or 'none'}",
+            url=steps.url(wanted),
+        )
+    yield None
+
+
+def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:
+    """Return a text of the damage if damage is the only cause of a failed load, else ``None``.
+
+    Every rank calls it with its error of the load, and waits for all others. It returns the same
+    text on every rank.
+
+    Args:
+        ranks: all ranks.
+        place: the checkpoint that they tried to load.
+        problem: error of the load on this rank.
+        what: the operation, for error texts.
+    """
+    if isinstance(problem, LookupError | TypeError | ValueError):
+        # A flipped bit in a root document without a checksum may change a key, shape or type.
+        try:
+            StoredCheckpoint(place).check_root()
+        except (DamagedCheckpointError, NotACheckpointError) as error:
+            problem = error
+        except CheckpointingException:
+            pass  # the check failed too; the error of the load counts
+    text: str | None = None  # the load failed for another reason than damage
+    if isinstance(problem, DamagedCheckpointError | NotACheckpointError):
+        text = str(problem)
+    elif isinstance(problem, RanksError):
+        text = ""
+
+    def decide(reports: list[bytes]) -> bytes:
+        told = dict.fromkeys(json.loads(report) for report in reports)
+        texts = [] if None in told else [text for text in told if text]
+        return json.dumps("; ".join(texts[:SHOWN]) or None).encode()
+
+    report = json.dumps(text).encode()
+    answer: str | None = json.loads(ranks.together(report, what=what, decide=decide))
+    return answer
+
+
+def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
+    """Verify a checkpoint and return a text of its damage, ``None`` if there is none."""
+    findings: list[Finding] = []
+    try:
+        verify(StoredCheckpoint(place), findings.append, progress=callback)
+    except (DamagedCheckpointError, NotACheckpointError) as error:
+        return str(error)
+    texts = [finding.message for finding in findings if finding.severity == "damage"]
+    if not texts:
+        return None
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
 
 
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -96,17 +96,10 @@ def mark_of(info: StepInfo) -> dict[str, Any]:
     return {"step": info.step, "metrics": metrics, "saved_ns": info.saved}
 
 
-def number_of(step: object) -> int:
+def number_of(step: int) -> int:
     """Return a step's number as an int; raises :class:`ArgumentError` for anything else."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"step={step!r} must be a whole number") from None
-    if not 0 <= number < 10**18:
-        raise ArgumentError(f"step={number} must be at least 0 and below 10**18")
-    return number
+    require_number("step", step, at_least=0)
+    return int(step)
 
 
 class Steps:
@@ -159,7 +152,7 @@ class Steps:
     def step_of(self, name: str) -> int | None:
         """Return the step of a folder's name, ``None`` for other names."""
         digits = name[len(self.prefix) :]
-        if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]{0,17}", digits):
+        if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]*", digits):
             return None
         return int(digits)
 
@@ -193,10 +186,6 @@ class Steps:
         self._last = max([self._last or 0, *(info.saved or 0 for info in found.values())])
         return found
 
-    def note(self, info: StepInfo) -> None:
-        """Store the description of a saved step, so that its commit need not be read."""
-        self._known[info.step] = (self.place(info.step).stamp("zarr.json"), info)
-
     def time_of_save(self) -> int:
         """Return a time for a save that begins now, later than those of all steps, even if clocks
         differ. The process that saves calls it."""
@@ -217,10 +206,8 @@ class Steps:
         try:
             if stored.root is None or stored.root.format_version is None:
                 return StepInfo(step)
-            attributes = stored.root.attributes
-            mark = _mapping(_mapping(attributes.get("content_metadata")).get(MARK))
-            record = _mapping(_mapping(attributes.get("shardstore")).get("commit"))
-            content = record.get("content")
+            mark = _mapping(_mapping(stored.root.attributes.get("content_metadata")).get(MARK))
+            content = stored.root.commit.get("content")
             if content is None and stored.manifest is not None:
                 content = content_digest(stored.arrays.values(), stored.manifest)
         except StorageError:
@@ -278,37 +265,30 @@ class Steps:
                 self._known.pop(step, None)
             return free
 
-    def sweep(self, older_than: timedelta) -> list[str]:
-        """Remove the remains of unfinished saves of steps. One process calls it.
+    def sweep(self, older_than: timedelta) -> Iterator[str]:
+        """Remove the remains of unfinished saves of steps, and yield the URL of each. One process
+        calls it.
 
         On local disks it removes attempts of dead processes; attempts of another host are removed
         after ``older_than``. In an object store it removes steps without a commit if nothing was
         written to them for ``older_than``, by the store's clock.
 
-        Returns:
-            URLs of the removed attempts.
-
         Raises:
             StorageError: the store failed.
         """
-        swept: list[str] = []
         if self.root.is_local:
             for left in folder.leftovers(self.root.url, older_than=older_than):
                 if (step := self.step_of(left.target.name)) is not None:
                     with self._unused(step) as free:
                         if free and folder.sweep(left):
-                            swept.append(left.location.url)
-            return swept
+                            yield left.location.url
+            return
         for step in {step for step in map(self.step_of, self.root.listing()) if step is not None}:
             place = self.place(step)
-            # Check before locking, because another thread may be about to read the step.
-            if is_checkpoint(place):
-                continue
             with self._unused(step) as free:
                 if free and not is_checkpoint(place):
                     found = checkpoints.sweep(place, dry_run=False, older_than=older_than)
-                    swept += [left.url for left in found]
-        return swept
+                    yield from (left.url for left in found)
 
 
 def what_is_missing(place: Location) -> str | None:
@@ -329,24 +309,23 @@ def what_is_missing(place: Location) -> str | None:
         return None
     listed = {} if place.is_local else {name: size for name, size, _ in place.remote.details()}
 
-    def size_of(name: str) -> int | None:
-        with suppress(FileNotFoundError):
-            return place.size(name) if place.is_local else listed.get(name)
-        return None
+    def problem(name: str, wanted: int | None = None) -> str | None:
+        found = place.size(name) if place.is_local else listed.get(name)
+        if found is None:
+            return "is missing"
+        return None if wanted in (None, found) else f"has {found} bytes, not {wanted}"
 
     for name in (CONFIG_NAME, *root.file_sums):
-        if size_of(name) is None:
-            return f"{place.url}/{name} is missing"
+        if text := problem(name):
+            return f"{place.url}/{name} {text}"
     for meta in arrays.values():
         if (rows := manifest.rows(meta)) is None:
             continue  # rewritten by another program
         for number, wanted in enumerate(rows.stored.tolist()):
             index = meta.grid.index_at(number)
             name = meta.chunk_name(index)
-            size = size_of(name)
-            if size != wanted:
-                how = "is missing" if size is None else f"has {size} bytes, not {wanted}"
-                return f"chunk {index} of key {meta.key!r} {how}: {place.url}/{name}"
+            if text := problem(name, wanted):
+                return f"chunk {index} of key {meta.key!r} {text}: {place.url}/{name}"
     return None
 
 
@@ -435,21 +414,19 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
         seconds=record.get("seconds", 0.0),
         metrics=dict(about.metrics),
     )
-    content = record.get("content")
-    steps.note(replace(about, content=content))
-    infos = steps.infos()
-    for earlier in sorted((n for n in infos if n < step), reverse=True):
-        if content is not None and infos[earlier].content == content:
-            steps.log(
-                "same_content",
-                step,
-                f"all tensors of step {step} are equal to those of step {earlier} "
-                f"({steps.url(earlier)}). Check that the model was trained in between, and that "
-                "its current state is saved",
-                logging.WARNING,
-                earlier=earlier,
-            )
-            break
+    infos, content = steps.infos(), record.get("content")
+    same = [n for n in infos if n < step and content is not None and infos[n].content == content]
+    if same:
+        earlier = same[-1]
+        steps.log(
+            "same_content",
+            step,
+            f"all tensors of step {step} are equal to those of step {earlier} "
+            f"({steps.url(earlier)}). Check that the model was trained in between, and that "
+            "its current state is saved",
+            logging.WARNING,
+            earlier=earlier,
+        )
     left = [n for n in branches(infos)[1] if n > step and n not in steps.told]
     if left:
         steps.told.update(left)
@@ -486,3 +463,44 @@ def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> N
     for step in managed:
         if step not in keep and steps.delete(step):
             steps.log("delete", step, f"deleted step {step}: {steps.url(step)}")
+
+
+def warn_of_later_steps(steps: Steps, infos: Mapping[int, StepInfo], chosen: int) -> None:
+    """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
+    later = [step for step in infos if step > chosen]
+    if not later:
+        return
+    latest = branches(infos)[0][-1]
+    resumes = f"Until a step is saved, a restore without a step loads step {latest}. "
+    steps.log(
+        "later_steps",
+        chosen,
+        f"restored step {chosen}; later steps exist below {steps.root.url}: "
+        f"{', '.join(map(str, later))}. {'' if latest == chosen else resumes}"
+        "Saving one of their numbers again needs overwrite=True. "
+        f"restore(..., step={chosen}, discard_later=True) deletes them",
+        logging.WARNING,
+        later=later,
+        url=steps.root.url,
+    )
+
+
+def discard_later_steps(
+    ranks: Ranks, steps: Steps, infos: Mapping[int, StepInfo], chosen: int
+) -> None:
+    """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits."""
+
+    def work(_: list[bytes]) -> bytes:
+        kept = []
+        later = [step for step in infos if step > chosen]
+        for step in reversed(later):  # the highest first, so that no gap is left
+            if not infos[step].managed or not steps.delete(step):
+                kept.append(step)
+                continue
+            text = f"deleted step {step}, later than the restored step {chosen}: {steps.url(step)}"
+            steps.log("delete", step, text, logging.WARNING)
+        if kept:
+            logger.warning("steps %s stay: no manager saved them, or they are in use", kept)
+        return b""
+
+    ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)

@@ -177,18 +177,20 @@ def require_bool(name: str, value: object) -> None:
         raise ArgumentError(f"{name}={value!r:.100} must be True or False")
 
 
-def require_number(name: str, value: object, *, none: bool = False) -> None:
-    """Raise :class:`ArgumentError` unless an argument is a whole number of at least 1.
+def require_number(name: str, value: object, *, none: bool = False, at_least: int = 1) -> None:
+    """Raise :class:`ArgumentError` unless an argument is a whole number of at least ``at_least``.
 
     Args:
         name: name of the argument.
         value: its value.
         none: whether ``None`` is allowed.
+        at_least: the smallest number.
     """
     if value is None and none:
         return
     # A bool is an Integral too, but never a meant number.
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < at_least:
         raise ArgumentError(
-            f"{name}={value!r} must be a whole number of at least 1" + (", or None" if none else "")
+            f"{name}={value!r} must be a whole number of at least {at_least}"
+            + (", or None" if none else "")
         )

@@ -152,6 +152,9 @@ def a_rank_s_failure_is_no_damage(rank: int, world_size: int, folder: Path) -> N
     for save in (manager.save, manager.async_save):
         with pytest.raises((TypeError, RanksError), match=r"step=3\.5"):
             save(step, state)
+    base: Any = 5 if rank == 2 else None
+    with pytest.raises((TypeError, RanksError), match="5"):
+        manager.save(3, state, base=base)
     error = raised(lambda: manager.save(3 + rank % 2, state_of(rank, world_size, 3)))
     assert "step-3" in str(error)
     assert "step-4" in str(error)

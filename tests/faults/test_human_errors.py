@@ -303,12 +303,9 @@ def test_options_of_saves(tmp_path: Path, case: str) -> None:
         shardstore.save(state(), tmp_path / "place", **options)
     with pytest.raises(ArgumentError, match=says):
         shardstore.async_save(state(), tmp_path / "place", **options).result()
-    if case != "base":
-        manager = CheckpointManager(tmp_path / "run")
-        options = {k: v for k, v in options.items() if k != "staging_budget_bytes"}
-        if options:
-            with pytest.raises(ArgumentError, match=says):
-                manager.save(1, state(), **options)
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(ArgumentError, match=says):
+        manager.save(1, state(), **options)
     assert not (tmp_path / "place").exists()
 
 

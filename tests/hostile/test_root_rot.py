@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def stats(place: Path) -> Any:
     statistics, damage = measure([found[key] for key in found])
     if damage:
         raise DamagedCheckpointError(f"stats: {damage}")
-    return {key: one.as_dict() for key, one in statistics.items()}
+    return {key: asdict(one) for key, one in statistics.items()}
 
 
 def convert_it(place: Path) -> Any:
