@@ -10,11 +10,13 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import as_damage
-from shardstore.mapping import StateDict
 from shardstore.values import plain as plain_values
+
+if TYPE_CHECKING:  # its module imports torch
+    from shardstore.mapping import StateDict
 
 BACKEND, VERSION = "json", 1
 """Name and version of the common backend that stores such a record."""
