@@ -279,6 +279,58 @@ class AsyncCallsQueue:
             raise first_error
 
 
+class AsyncCaller:
+    """Runs requests in the background without finalising them.
+
+    Every rank schedules the same requests. :class:`AsyncCallsQueue` finalises them too.
+    """
+
+    _persistent = True
+
+    def __init__(self) -> None:
+        self._queue = AsyncCallsQueue(self._persistent)
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Call ``preload_fn`` and start the request in the background."""
+        self._queue.schedule_async_request(async_req._replace(finalize_fns=[]))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Return whether the oldest unfinished call is done, on every rank unless ``no_dist``.
+
+        Args:
+            blocking: wait for the call.
+            no_dist: check only this rank; otherwise every rank calls this and waits for the others.
+
+        Raises:
+            RanksError: the call failed on a checked rank.
+        """
+        queue = self._queue
+        return not queue.async_calls or bool(queue.maybe_finalize_async_calls(blocking, no_dist))
+
+    def sync_all_async_calls(self, is_alive: int) -> bool:
+        """Return whether no rank has a call in flight; every rank calls it and waits for the
+        others.
+
+        Args:
+            is_alive: 1 if this rank's call is in flight, else 0.
+        """
+        return _agree("running", not is_alive, None, 0)
+
+    def close(self, abort: bool = False) -> None:
+        """End the thread, see :meth:`AsyncCallsQueue.close`."""
+        self._queue.close(abort)
+
+
+class TemporalAsyncCaller(AsyncCaller):
+    """Runs each request in its own thread, which ends with the request."""
+
+    _persistent = False
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """Runs requests in sequence, until :meth:`close`."""
+
+
 def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
     """Call ``preload_fn``, and return the positional arguments of the background function."""
     args = tuple(request.async_fn_args)

@@ -9,7 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from shardstore.errors import CheckpointingException, RanksError
-from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from shardstore.strategies.async_utils import (
+    AsyncCaller,
+    AsyncCallsQueue,
+    AsyncRequest,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
 from tests.helpers.ranks_helper import run_ranks
 
 
@@ -38,6 +44,20 @@ def test_done_calls_are_finalised_in_order(persistent: bool) -> None:
     assert queue.schedule_async_request(_request(log, "c")) == 2
     queue.close()
     assert log[-2:] == ["c", "c final"]
+
+
+@pytest.mark.parametrize("kind", [TemporalAsyncCaller, PersistentAsyncCaller])
+def test_a_caller_runs_what_it_is_given_and_finalises_nothing(kind: type[AsyncCaller]) -> None:
+    log: list[str] = []
+    gate = threading.Event()
+    caller = kind()
+    caller.schedule_async_call(_request(log, "a", gate))
+    assert not caller.is_current_async_call_done(blocking=False, no_dist=True)
+    assert not caller.sync_all_async_calls(is_alive=1)
+    gate.set()
+    assert caller.is_current_async_call_done(blocking=True, no_dist=False)
+    assert log == ["a"]
+    caller.close()
 
 
 def test_work_is_done_in_another_thread_of_this_process() -> None:
