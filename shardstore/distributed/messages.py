@@ -144,12 +144,20 @@ class Channel:
 
         Args:
             ranks: the other ranks. Existing connections stay.
-            wait_s: seconds to wait for all of them to call it.
+            wait_s: seconds to wait for each rank to call it.
         """
-        until = monotonic() + wait_s
-        # All ranks connect in one order, so that none blocks another.
-        for rank in sorted(set(ranks) - self._links.keys() - self._lost.keys()):
-            self.link(rank, until)
+        new = sorted(set(ranks) - self._links.keys() - self._lost.keys())
+        if not new:
+            return
+        missing = set(new)
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"connects/{self.rank}", "")
+            here = [f"connects/{rank}" for rank in new]
+            late = attempt(lambda: self._store.wait(here, timedelta(seconds=wait_s)))
+            missing = {r for r in new if late and not self._store.check([f"connects/{r}"])}
+        until = monotonic() + wait_s + connect_s(1)  # a rank may wait for others that did not come
+        for rank in new:  # all ranks connect in one order, so that none blocks another
+            self.link(rank, 0 if rank in missing else until)
 
     def link(self, rank: int, until: float) -> RuntimeError | None:
         """Connect with a rank that calls it with this rank.
