@@ -266,7 +266,7 @@ def test_the_sweeper_takes_what_no_commit_covers(target: Target) -> None:
     assert root.remote.walk() == [name for name in before if not name.startswith("step-2/")]
     assert shardstore.load(small_state(), kept.place)["step"] == 1
     with pytest.raises(StorageError, match="belongs"):
-        session.finish(None, About(common_backend=None))
+        session.finish(About(common_backend=None))
     assert not is_committed(dead)
 
 
