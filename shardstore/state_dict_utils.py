@@ -79,12 +79,14 @@ def load_preprocess(
         :func:`shardstore.mapping.apply_factory_merges` (lists as dicts from index to value).
     """
 
-    def is_stored(value: Any) -> bool:
-        nothing = isinstance(value, ShardedTensor) and 0 in value.global_shape
-        return not (nothing and is_empty_range(value))
-
     # Other empty ranges stay, so that lists keep the positions of their elements.
-    wanted, _ = extract_matching_values(sharded_state_dict, is_stored)
+    wanted, left_out = extract_matching_values(sharded_state_dict, _is_somewhere)
+    if _has_elements(left_out):
+        raise StructureError(
+            "a list in the state dict holds a flattened range of a tensor without elements, which "
+            "no checkpoint holds, so the positions of the other elements are unknown; make it a "
+            "dict"
+        )
     factories, _ = extract_matching_values(
         wanted, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
     )
@@ -106,8 +108,8 @@ def check_state(state_dict: object) -> None:
     """
     if not isinstance(state_dict, dict):
         raise StructureError(
-            f"the state dict is of type {type(state_dict).__name__}, but must be a dict of tensors "
-            "and values; for one tensor, pass {name: tensor}"
+            "the state dict must be a dict of tensors and values, not a "
+            f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
         )
     for _ in leaves(state_dict):
         pass
@@ -115,10 +117,10 @@ def check_state(state_dict: object) -> None:
 
 def check_lists(x: dict[Any, Any] | list[Any], path: Path = ()) -> frozenset[str]:
     """Raise an error for lists whose elements hold different kinds of values: sharded, common and
-    local ones.
+    local ones, or flattened ranges of tensors without elements.
 
-    The kinds are stored or kept separately, without their positions in the list, so a load could
-    not rebuild such a list.
+    The kinds are stored or kept separately, or not at all, without their positions in the list, so
+    a load could not rebuild such a list.
 
     Args:
         x: the nested state dict of a save, with its factories built.
@@ -138,13 +140,27 @@ def check_lists(x: dict[Any, Any] | list[Any], path: Path = ()) -> frozenset[str
         else:
             found.append(frozenset({_kind(value, ".".join(map(str, (*path, key))))}))
     kinds = frozenset[str]().union(*found)
-    if isinstance(x, list) and any(one != kinds for one in found):
+    if isinstance(x, list) and ("empty" in kinds or any(one != kinds for one in found)):
         held = ", ".join(" and ".join(sorted(one)) for one in found[:8])
         raise StructureError(
             f"the list at {'.'.join(map(str, path)) or 'the top'} mixes kinds of values ({held}), "
             "and a load could not rebuild it; make it a dict"
         )
     return kinds
+
+
+def _is_somewhere(value: object) -> bool:
+    """Return whether any rank may save a value: no flattened range of a tensor without elements."""
+    if not isinstance(value, ShardedTensor) or 0 not in value.global_shape:
+        return True
+    return not is_empty_range(value)
+
+
+def _has_elements(x: object) -> bool:
+    """Return whether nested dicts and lists hold a list that is not empty."""
+    if isinstance(x, dict):
+        return any(map(_has_elements, x.values()))
+    return isinstance(x, list) and bool(x)
 
 
 def _kind(value: object, name: str) -> str:
@@ -162,6 +178,8 @@ def _kind(value: object, name: str) -> str:
         )
     if isinstance(value, LocalNonpersistentObject):
         return "local"
+    if not _is_somewhere(value):
+        return "empty"
     return "sharded" if isinstance(value, ShardedBase) else "common"
 
 

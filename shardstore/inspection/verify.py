@@ -42,6 +42,7 @@ RUN_BYTES = 32 * 1024 * 1024
 """Size of the runs of chunks that threads verify."""
 RUN_CHUNKS = 256
 REMOTE_THREADS = 16
+SHOWN_ARRAYS = 4
 SHOWN_OBJECTS = 10
 """Largest number of missing objects reported for a key, because a file name may claim any grid."""
 
@@ -204,8 +205,7 @@ class _Verification:
         self._read_manifest(arrays)
         nodes = {meta.node for meta in arrays}
         jobs = self._common_jobs(top, common_backend) + self._object_jobs(nodes)
-        if not self.root_is_damaged:  # else the folder of an array may seem foreign
-            self._report_foreign(nodes)
+        self._report_foreign(nodes | self._undescribed(nodes))
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
         for array in wanted:
@@ -325,6 +325,18 @@ class _Verification:
                     "or added it; its chunks are compared with their own checksums only"
                 )
                 self._report("manifest-stale", MANIFEST_NAME, text, "note", key=meta.key)
+
+    def _undescribed(self, nodes: set[str]) -> set[str]:
+        """Return the nodes in the manifest that no document describes any more."""
+        arrays = self.manifest.arrays if self.manifest and self.root_is_damaged else ()
+        lost = [node for node, _, _ in arrays if node not in nodes]
+        if lost and not self.keys:
+            text = (
+                f"only the damaged root document describes {len(lost)} array(s) of PATH; their "
+                f"chunks were not verified: {', '.join(lost[:SHOWN_ARRAYS])}"
+            )
+            self._report("arrays-unread", MANIFEST_NAME, text, "note")
+        return set(lost)
 
     # -- files that do not belong to arrays -----------------------------------------------------
 

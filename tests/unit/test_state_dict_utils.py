@@ -134,6 +134,22 @@ def test_load_keeps_what_factories_build_for_their_merge() -> None:
     assert apply_factory_merges(loaded, factories)["l"][1].tolist() == [2, 3]
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda e: [e, tensor("w")], lambda e: [{"a": [e]}, {"a": [tensor("w")]}], lambda e: [e]],
+    ids=["beside a tensor", "nested", "alone"],
+)
+def test_what_no_rank_stores_is_no_element_of_a_list(wrap: Callable[[ShardedTensor], Any]) -> None:
+    """A load left it out, and the next element took its place."""
+    nothing = ShardedTensor.from_rank_offsets_flat(
+        "e", torch.empty(0), (0, 4), flattened_range=slice(0, 0)
+    )
+    for function in (load_preprocess, check_lists):
+        with pytest.raises(StructureError, match="make it a dict"):
+            function({"l": wrap(nothing)})
+    assert list(load_preprocess({"d": {"e": nothing, "w": tensor("w")}})[0]["d"]) == ["w"]
+
+
 def test_filter_out_empty_flattened() -> None:
     kept = {
         "b": flat(1, 3),
