@@ -255,7 +255,8 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     that is loaded into the same memory."""
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
-    if box.size and not _is_inside(box, tensor.global_shape):
+    is_whole = box.shape == tensor.global_shape and not any(box.offset)
+    if not is_whole and box.size and not _is_inside(box, tensor.global_shape):
         raise AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
@@ -306,7 +307,10 @@ def moved(part: Box, origin: tuple[int, ...]) -> Box:
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     """Return whether a box is inside of a shape with the same number of axes."""
-    return all(o + s <= n for o, s, n in zip(box.offset, box.shape, shape, strict=True))
+    for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
+        if o + s > n:
+            return False
+    return True
 
 
 def _destination(tensor: ShardedTensor) -> TensorRead:
