@@ -11,7 +11,7 @@ from pathlib import Path
 import shardstore
 
 ROOT = Path(shardstore.__file__).parent
-FILES = 130
+FILES = 118
 TOP_MODULES = 16
 MODULES_IN_A_FOLDER = 16
 UPWARDS = 1
