@@ -363,15 +363,16 @@ class Ranks:
         """Connect with the neighbours in the tree. The first rank that loses another posts the
         outcome for all."""
         above, below = neighbours(self.rank, self.world_size)
-        missing = attempt(partial(channel.gather, self._connect_s))
+        wait_s = self._connect_s
+        missing = attempt(partial(channel.gather, wait_s))
         if missing and not isinstance(missing, RuntimeError):
-            problem = RuntimeError(f"it did not come within {self._connect_s:g} s")
+            problem = RuntimeError(f"it did not come within {wait_s:g} s")
             channel.post(pickle.dumps(_failure(what, _no_answer(missing, problem))))
         begun = monotonic()
         # Those below first: all leaders connect with their blocks at the same time.
         for rank in [*below, *([] if above is None else [above])]:
-            until = begun + connect_s(_height(rank, self.world_size))
-            if lost := channel.link(rank, until):
+            until = begun + connect_s(_height(rank, self.world_size), wait_s)
+            if lost := channel.link(rank, until, wait_s):
                 channel.post(pickle.dumps(_failure(what, _no_answer([rank], lost))))
 
     def connect(self, ranks: Collection[int]) -> None:

@@ -30,9 +30,8 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """Seconds after a deadline in which the decision of another rank at its deadline must arrive."""
-_CONNECT_S = 4.0
-"""Seconds to connect with a rank that is connecting too. If that rank dies at this moment, gloo
-gives up after at most five times as long."""
+_LEVEL_S = 25.0
+"""Seconds after which a rank gives up a rank that dies while both connect."""
 _HEAD = struct.Struct("<qq")  # status, bytes of the body
 _HEAD_BYTES = 512
 _INLINE_BYTES = _HEAD_BYTES - _HEAD.size
@@ -67,13 +66,16 @@ def attempt(step: Callable[[], T]) -> T | RuntimeError:
         return problem
 
 
-def connect_s(height: int) -> float:
+def connect_s(height: int, wait_s: float) -> float:
     """Return the seconds that a rank may need to connect with the ranks that report to it.
+
+    Each level of the tree waits longer than the level below it, and rank 0 at most ``wait_s``.
 
     Args:
         height: 0 if no rank reports to it, 1 if ranks do, 2 if ranks report to those.
+        wait_s: seconds to wait for a rank at the first connection.
     """
-    return (height + 1) * (5 * _CONNECT_S + GRACE_S)
+    return (height + 1) * min(_LEVEL_S, wait_s / 3)
 
 
 class Channel:
@@ -155,17 +157,19 @@ class Channel:
             here = [f"connects/{rank}" for rank in new]
             late = attempt(lambda: self._store.wait(here, timedelta(seconds=wait_s)))
             missing = {r for r in new if late and not self._store.check([f"connects/{r}"])}
-        until = monotonic() + wait_s + connect_s(1)  # a rank may wait for others that did not come
+        # A rank may wait for others that did not come.
+        until = monotonic() + wait_s + connect_s(1, wait_s)
         for rank in new:  # all ranks connect in one order, so that none blocks another
-            self.link(rank, 0 if rank in missing else until)
+            self.link(rank, 0 if rank in missing else until, wait_s)
 
-    def link(self, rank: int, until: float) -> RuntimeError | None:
+    def link(self, rank: int, until: float, wait_s: float) -> RuntimeError | None:
         """Connect with a rank that calls it with this rank.
 
         Args:
             rank: the other rank.
             until: when to give up, on the monotonic clock. It gives up earlier if there is an
                 outcome in the store (:meth:`posted`).
+            wait_s: see :func:`connect_s`.
 
         Returns:
             ``None``, or the error that sending to the rank or receiving from it raises.
@@ -173,26 +177,26 @@ class Channel:
         try:
             if self._outcome is not None:
                 raise RuntimeError("another rank was lost")
-            self._links[rank] = self._linked(rank, until)
+            self._links[rank] = self._linked(rank, until, connect_s(0, wait_s) / 6)
         except RuntimeError as problem:
             self._lost[rank] = problem
         return self._lost.get(rank)
 
-    def _linked(self, rank: int, until: float) -> Any:
+    def _linked(self, rank: int, until: float, slice_s: float) -> Any:
         low, high = sorted((self.rank, rank))
         pair = PrefixStore(f"{low}-{high}", self._store)
         pair.set(f"{self.rank}", "")
         begun = monotonic()
-        there, slice_s = [f"{rank}"], timedelta(seconds=GRACE_S)
+        there, one_slice = [f"{rank}"], timedelta(seconds=slice_s)
         # If the store is gone, `wait` fails like a timeout, and `check` raises.
-        while attempt(lambda: pair.wait(there, slice_s)) is not None and not pair.check(there):
+        while attempt(lambda: pair.wait(there, one_slice)) is not None and not pair.check(there):
             if self.posted() is not None:
                 raise RuntimeError("another rank was lost")
             if monotonic() >= until:
                 raise RuntimeError(f"it did not connect within {monotonic() - begun:.0f} s")
         options = self._gloo._Options()
         options._devices, options._threads = [self._device], 0
-        options._timeout = timedelta(seconds=_CONNECT_S)
+        options._timeout = one_slice  # gloo gives up after at most five times as long
         return self._gloo(pair, int(self.rank == high), 2, options)
 
     # -- outcome in the store, for ranks that lost their connections ---------------------------

@@ -20,17 +20,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardstore.distributed import coordinator, messages
+from shardstore.distributed import coordinator
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks, neighbours
-from shardstore.distributed.messages import GRACE_S, Channel, connect_s
+from shardstore.distributed.messages import GRACE_S, Channel
 from shardstore.errors import RanksError
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 7  # rank 1 leads 2, rank 3 leads 4 and 5, rank 6 leads nobody
-TIMEOUT_S = 4
+TIMEOUT_S = {"before": 4, "arrived": 4, "connecting": 20, "later": 20}
 """Of the process group; the deadline of saves is half an hour."""
-MOST_S = {"later": GRACE_S + 5, "connecting": TIMEOUT_S + connect_s(2) + 2 * GRACE_S}
+MOST_S = {
+    "before": TIMEOUT_S["before"] + 2 * GRACE_S,
+    "arrived": TIMEOUT_S["arrived"] + GRACE_S,
+    "connecting": TIMEOUT_S["connecting"] + GRACE_S,
+    "later": GRACE_S + 5,
+}
 LEADERS, LEAVES = (1, 3, 6), (2, 4, 5)
 
 
@@ -81,8 +86,6 @@ def _until_an_error(
     """Meet again and again, over one channel or a new one each time, until told of a death."""
     os.environ.pop(DEADLINE_VARIABLE, None)
     coordinator.LEAST_BLOCK = 1
-    if when == "arrived":  # its survivors wait as long as ranks can take to connect
-        messages._CONNECT_S = 0.2
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -120,8 +123,9 @@ def _until_an_error(
     os._exit(0)
 
 
-def deaths(folder: Path, dying: dict[int, float], when: str, most_s: float) -> None:
-    """Let some ranks die, and check what the others are told.
+def deaths(folder: Path, dying: dict[int, float], when: str) -> None:
+    """Let some ranks die, and check what the others are told, and that they are told in time: while
+    ranks connect, within the timeout of the process group.
 
     Args:
         folder: an empty one.
@@ -129,12 +133,11 @@ def deaths(folder: Path, dying: dict[int, float], when: str, most_s: float) -> N
         when: "before" the first meeting, in it before the first connection is made ("arrived"),
             over connections made for each meeting ("connecting"), or "later", over those of the
             first.
-        most_s: seconds after which every survivor must have been told.
     """
     for rank in dying:
         Path(folder, f"{rank}.expected").touch()
     calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
-        (_until_an_error, (rank, str(folder), WORLD, TIMEOUT_S, dying.get(rank), when))
+        (_until_an_error, (rank, str(folder), WORLD, TIMEOUT_S[when], dying.get(rank), when))
         for rank in range(WORLD)
     ]
     processes = start(calls)
@@ -151,23 +154,23 @@ def deaths(folder: Path, dying: dict[int, float], when: str, most_s: float) -> N
         about = f"rank {rank}, {dying}, {when}, {told - died:.1f} s: {text}"
         assert failures.keys() & dying.keys(), about
         assert any(f"rank {one}" in text for one in dying), about
-        assert told - died < most_s, about
+        assert told - died < MOST_S[when], about
 
 
 @pytest.mark.parametrize("who", [0, 3, 5])
 def test_a_rank_that_dies_before_the_first_meeting(tmp_path: Path, who: int) -> None:
-    deaths(tmp_path, {who: 0}, "before", most_s=2 * (TIMEOUT_S + GRACE_S))
+    deaths(tmp_path, {who: 0}, "before")
 
 
 @pytest.mark.parametrize("who", [0, 2, 3])
 def test_a_rank_that_dies_before_its_first_connection(tmp_path: Path, who: int) -> None:
-    deaths(tmp_path, {who: 100}, "arrived", MOST_S["connecting"])
+    deaths(tmp_path, {who: 100}, "arrived")
 
 
 @pytest.mark.parametrize("when", ["connecting", "later"])
 @pytest.mark.parametrize("seed", range(2))
 def test_leaders_and_leaves_that_die(tmp_path: Path, when: str, seed: int) -> None:
-    deaths(tmp_path, _dying(random.Random(seed)), when, MOST_S[when])
+    deaths(tmp_path, _dying(random.Random(seed)), when)
 
 
 @pytest.mark.long
@@ -180,7 +183,7 @@ def test_five_hundred_deaths(tmp_path: Path, batch: int) -> None:
         worlds.append((tmp_path / str(len(worlds)), _dying(chance), when))
         worlds[-1][0].mkdir()
     with ThreadPoolExecutor(4) as side_by_side:
-        ended = [side_by_side.submit(deaths, *world, MOST_S[world[-1]]) for world in worlds]
+        ended = [side_by_side.submit(deaths, *world) for world in worlds]
     for one in ended:
         one.result()
 
