@@ -267,21 +267,24 @@ class SaveSession:
             with suppress(Exception):  # other ranks wait for this one's plan
                 self.ranks.together(what=self.planning, error=self.failure)
         request = request or AsyncRequest(None, (), [])
-        function = request.async_fn
 
-        def guarded(*args: Any, **kwargs: Any) -> None:
-            try:
-                if function is not None:
-                    function(*args, **kwargs)
-            except BaseException as problem:  # finish() raises it on all ranks
-                self.failure = self.failure or problem
+        def guarded(function: Callable[..., T]) -> Callable[..., T | None]:
+            def call(*args: Any, **kwargs: Any) -> T | None:
+                try:
+                    return function(*args, **kwargs)
+                except BaseException as problem:  # finish() raises it on all ranks
+                    self.failure = self.failure or problem
+                    return None
 
-        request = request._replace(async_fn=guarded)
+            return call
+
+        write = guarded(request.async_fn or (lambda *_, **__: None))
+        ends = [guarded(function) for function in request.finalize_fns]
         if not (request.async_fn_args or request.async_fn_kwargs):
-            call = OwnProcessCall(guarded)
-            request = request._replace(
-                async_fn=call, finalize_fns=[call.join, *request.finalize_fns]
-            )
+            write = OwnProcessCall(write)
+            ends.insert(0, write.join)
+        preload = request.preload_fn and guarded(request.preload_fn)
+        request = request._replace(async_fn=write, finalize_fns=ends, preload_fn=preload)
         request.add_finalize_fn(partial(self.finish, part.about))
         return request
 

@@ -83,7 +83,7 @@ class AsyncRequest(NamedTuple):
         """
         error: BaseException | None = None
         try:
-            run(self, _staged_args(self))
+            run(self, staged_args(self))
         except Exception as caught:
             error = caught
         _agree("running", True, error, self.call_idx)
@@ -130,7 +130,7 @@ class OwnProcessCall:
         function: called once; must not raise an error.
     """
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], object]) -> None:
         self._function, self._pid = function, os.getpid()
         self._done: Future[None] | None = None
         self._path = ""
@@ -210,7 +210,7 @@ class AsyncCallsQueue:
         after = self.async_calls[-1][1] if self.persistent and self.async_calls else None
         future: Future[None] = Future()
         try:
-            args = _staged_args(request)
+            args = staged_args(request)
             future = in_background(lambda: run(request, args), after=after)
         except Exception as error:
             # Raised here, only this rank would see it, and the others' next poll would hang.
@@ -331,7 +331,7 @@ class PersistentAsyncCaller(AsyncCaller):
     """Runs requests in sequence, until :meth:`close`."""
 
 
-def _staged_args(request: AsyncRequest) -> tuple[Any, ...]:
+def staged_args(request: AsyncRequest) -> tuple[Any, ...]:
     """Call ``preload_fn``, and return the positional arguments of the background function."""
     args = tuple(request.async_fn_args)
     if request.async_fn is None or request.preload_fn is None:

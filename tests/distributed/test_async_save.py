@@ -191,6 +191,56 @@ def a_failed_request_reaches_every_rank_at_the_poll(
     assert remains(folder) == []
 
 
+class Staged(ZarrSaveShardedStrategy):
+    """Copies in ``preload_fn``, writes in another function, and ends with a function of its own."""
+
+    def __init__(self, fails_in: str = "") -> None:
+        super().__init__("zarr", 2)
+        self.fails_in = fails_in
+        self.calls: list[tuple[str, int]] = []
+
+    def call(self, name: str) -> str:
+        self.calls.append((name, threading.get_ident()))
+        if name == self.fails_in:
+            raise OSError(f"{name} fails")
+        return name
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        request = super().async_save(sharded_state_dict, checkpoint_dir)
+        write = request.async_fn
+        assert write is not None
+
+        def after(_: object, preloaded: str | None) -> None:
+            self.call(f"write after {preloaded}")
+            write()
+
+        ends = [*request.finalize_fns, lambda: self.call("end")]
+        preload = lambda: self.call("preload")  # noqa: E731
+        return AsyncRequest(after, (0, None), ends, preload_fn=preload)
+
+
+def the_functions_of_another_strategy_are_called(rank: int, world_size: int, folder: Path) -> None:
+    staged = Staged()
+    handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", staged)
+    assert staged.calls[0] == ("preload", threading.get_ident())
+    handle.result(60)
+    assert [name for name, _ in staged.calls] == ["preload", "write after preload", "end"]
+    check(folder / "c")
+
+
+def a_function_that_fails_on_one_rank_fails_the_save_on_all(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    for name in ("preload", "end"):
+        staged = Staged(name if rank == 1 else "")
+        handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", staged)
+        assert f"{name} fails" in str(handle.exception(60))
+        dist.barrier()
+        assert remains(folder) == []
+
+
 def wrong_input_of_one_rank_fails_on_all(rank: int, world_size: int, folder: Path) -> None:
     state, _ = state_of(rank, world_size)
     if rank == 1:
@@ -268,6 +318,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     the_strategy_alone_commits_arrays,
     a_failure_in_the_background_reaches_every_rank,
     a_failed_request_reaches_every_rank_at_the_poll,
+    the_functions_of_another_strategy_are_called,
+    a_function_that_fails_on_one_rank_fails_the_save_on_all,
     wrong_input_of_one_rank_fails_on_all,
     a_second_save_waits_or_is_refused,
     an_aborted_save_leaves_nothing,
