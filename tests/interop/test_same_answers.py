@@ -1,7 +1,7 @@
 """Megatron-Core and this package answer alike: constructors, nested structures, checks, modes.
 
-What Megatron-Core 0.15.3 answered is kept under tests/golden; where the environment is at hand, it
-and later releases are asked again.
+What Megatron-Core 0.15.3 answered is kept under tests/golden; before a release, it and later ones
+are asked again.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def test_answers_are_those_of_megatron() -> None:
     assert not differing
 
 
+@pytest.mark.long
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.1", "0.19.2"])
 def test_megatron_still_answers_so(tmp_path: Path, version: str) -> None:

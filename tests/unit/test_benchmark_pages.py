@@ -157,6 +157,7 @@ def test_a_disk_is_measured(tmp_path: Path) -> None:
     assert list(data["notes"]["versions"]) == ["shardstore"]
 
 
+@pytest.mark.long
 def test_resharding_is_measured(tmp_path: Path) -> None:
     case = ("disk", "--only", "reshard", "--scale", "0.002", "--clients", "shardstore")
     data = measured(tmp_path, *case)
@@ -164,6 +165,7 @@ def test_resharding_is_measured(tmp_path: Path) -> None:
     assert figures["bytes read / wanted, 4 -> 16 along axis 0"] >= 1
 
 
+@pytest.mark.long
 def test_the_benchmark_of_a_device_is_rehearsed_without_one(tmp_path: Path) -> None:
     data = measured(
         tmp_path,

@@ -1,7 +1,7 @@
 """Megatron-Core and this package answer alike about checkpoints in files: errors, metadata, files.
 
 What three releases of Megatron-Core answered is kept under tests/golden. Where the environment is
-at hand, they are asked again, and this package answers in their place.
+at hand, this package answers in their place; before a release, they are asked again.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def test_answers_are_those_of_megatron(tmp_path: Path) -> None:
     assert set(OWN_DEFAULTS) <= set(differing)
 
 
+@pytest.mark.long
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", VERSIONS)
 def test_megatron_still_answers_so(tmp_path: Path, version: str) -> None:
@@ -101,7 +102,7 @@ def test_installed_it_answers_as_that_release(tmp_path: Path, version: str) -> N
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("version", ["0.15.3", "0.19.2"])
+@pytest.mark.parametrize("version", [pytest.param("0.15.3", marks=pytest.mark.long), "0.19.2"])
 def test_a_fully_parallel_load_takes_less_memory(tmp_path: Path, version: str) -> None:
     found = []
     for options in ([], ["install"]):
