@@ -81,16 +81,16 @@ def _neighbours(rank: int) -> tuple[int | None, list[int]]:
 
 
 def _until_an_error(
-    rank: int, folder: str, world: int, timeout_s: float, dies_after_s: float | None, when: str
+    rank: int, folder: str, port: int, timeout_s: float, dies_after_s: float | None, when: str
 ) -> None:
     """Meet again and again, over one channel or a new one each time, until told of a death."""
     os.environ.pop(DEADLINE_VARIABLE, None)
     coordinator.LEAST_BLOCK = 1
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        store=dist.TCPStore("127.0.0.1", port),
         rank=rank,
-        world_size=world,
+        world_size=WORLD,
         timeout=timedelta(seconds=timeout_s),
     )
     dist.barrier()
@@ -118,7 +118,7 @@ def _until_an_error(
     path.write_bytes(pickle.dumps(outcome))
     path.rename(path.with_suffix(".outcome"))
     dead = sum(1 for _ in Path(folder).glob("*.expected"))
-    while len(list(Path(folder).glob("*.outcome"))) < world - dead:  # the store is rank 0's
+    while len(list(Path(folder).glob("*.outcome"))) < WORLD - dead:  # others may wait for this one
         time.sleep(0.05)
     os._exit(0)
 
@@ -136,8 +136,11 @@ def deaths(folder: Path, dying: dict[int, float], when: str) -> None:
     """
     for rank in dying:
         Path(folder, f"{rank}.expected").touch()
+    # Like torchrun's, the store outlives each rank. In a file store, a rank that is killed while it
+    # writes leaves a part of a record, and torch's readers of it never end.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
-        (_until_an_error, (rank, str(folder), WORLD, TIMEOUT_S[when], dying.get(rank), when))
+        (_until_an_error, (rank, str(folder), store.port, TIMEOUT_S[when], dying.get(rank), when))
         for rank in range(WORLD)
     ]
     processes = start(calls)
