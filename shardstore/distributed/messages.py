@@ -127,9 +127,10 @@ class Channel:
         Raises:
             RuntimeError: the store is gone.
         """
-        self._store.set(f"here/{self.rank}", "")
+        # In this order: a rank that dies in between does not keep the others waiting here.
         if self._store.add("here", 1) == self._world_size:
             self._store.set("all", "")
+        self._store.set(f"here/{self.rank}", "")
         late = attempt(lambda: self._store.wait(["all"], timedelta(seconds=wait_s)))
         if late is None or self._store.check(["all"]):
             return []

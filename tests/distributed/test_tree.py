@@ -33,7 +33,7 @@ TIMEOUT_S = {"before": 4, "arrived": 4, "connecting": 20, "later": 20}
 MOST_S = {
     "before": TIMEOUT_S["before"] + 2 * GRACE_S,
     "arrived": TIMEOUT_S["arrived"] + GRACE_S,
-    "connecting": TIMEOUT_S["connecting"] + GRACE_S,
+    "connecting": TIMEOUT_S["connecting"] + 2 * GRACE_S,
     "later": GRACE_S + 5,
 }
 LEADERS, LEAVES = (1, 3, 6), (2, 4, 5)
