@@ -51,12 +51,8 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         code = app(arguments, prog_name="shardstore", standalone_mode=False)
         sys.stdout.flush()
-        if code == INTERRUPTED:  # typer caught the interrupt and printed nothing
-            complain("interrupted")
-        return code if isinstance(code, int) else 0
     except (typer.Abort, KeyboardInterrupt):
-        complain("interrupted")
-        return INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
         return _reader_left()
     except SystemExit as error:
@@ -67,6 +63,9 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         complain(_described(error))
         return 1 if isinstance(error, DamagedCheckpointError) else WRONG_USE
+    if code == INTERRUPTED:  # typer catches some interrupts itself, and prints nothing
+        complain("interrupted")
+    return code if isinstance(code, int) else 0
 
 
 def _reader_left() -> int:
@@ -78,12 +77,10 @@ def _reader_left() -> int:
 def _described(error: Exception) -> str:
     if isinstance(error, CheckpointingException):
         return str(error)
-    if isinstance(error, ImportError):
-        return f"{error}; install this package"
     if hasattr(error, "format_message"):  # typer's error, whose module depends on typer's version
         path = getattr(getattr(error, "ctx", None), "command_path", "shardstore")
         return f"{error.format_message().strip().rstrip('.')}; see `{path} --help`"
-    if isinstance(error, OSError | ValueError | MemoryError):
+    if isinstance(error, OSError | ValueError | MemoryError | ImportError):
         return f"{type(error).__name__}: {error}"
     return f"unexpected {type(error).__name__}: {error}; please report this"
 
@@ -93,7 +90,7 @@ def main() -> None:
     # A command runs only briefly, so garbage collection would only cost time.
     gc_module.set_threshold(1_000_000)
     open_streams()
-    logging.getLogger("shardstore").addHandler(Warnings())
+    logging.getLogger("shardstore").addHandler(Warnings(logging.WARNING))
     code = run()
     gc_module.freeze()
     sys.exit(code)

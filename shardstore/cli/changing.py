@@ -40,9 +40,7 @@ def convert(
     """Convert a checkpoint and compare the result. After a crash, run it again to continue."""
     from shardstore import convert as conversion
 
-    # Options of TARGET's own store have an effect there alone.
-    opt.locate(storage_option, source, *([] if target_storage_option else [target]))
-    opt.locate(target_storage_option, target)
+    opt.locate([*(storage_option or ()), *(target_storage_option or ())], source, target)
     done = conversion.convert(
         source,
         target,
@@ -83,18 +81,17 @@ def gc(
         )
     found = sweep(location, dry_run=not delete, older_than=timedelta(hours=older_than))
     size = sum(leftover.stored_bytes for leftover in found)
+    total = f"no remains of dead saves below {location.url}"
+    if found:
+        what = f"{human_bytes(size)} in {len(found)} attempt(s)"
+        total = f"removed {what}" if delete else f"{what}; --delete removes them"
     lines = [
         f"{left.kind:<8}{human_bytes(left.stored_bytes):>10}  {left.objects:>8} files  {left.url}"
         for left in found
     ]
-    what = f"{human_bytes(size)} in {len(found)} attempt(s)"
-    if not found:
-        lines = [f"no remains of dead saves below {location.url}"]
-    else:
-        lines.append(f"removed {what}" if delete else f"{what}; --delete removes them")
     leftovers = [asdict(left) for left in found]
     about = {"url": location.url, "deleted": delete, "bytes": size, "leftovers": leftovers}
-    answer(as_json, about, *lines)
+    answer(as_json, about, *lines, total)
 
 
 def rm(

@@ -50,8 +50,7 @@ class Module:
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield name and node of each child. A node with only one child is joined with it."""
-        for part, child in self.below.items():
-            name, node = part, child
+        for name, node in self.below.items():
             while len(node.below) == 1 and node.array is None:
                 ((part, node),) = node.below.items()
                 name += ("" if name.endswith("/") else ".") + part
@@ -139,18 +138,17 @@ def describe(meta: ArrayMeta) -> tuple[str, str, str, str, str]:
 
 def _entry(meta: ArrayMeta) -> dict[str, Any]:
     """Return the description of an array for JSON."""
-    shards = shard_counts(meta)
     return {
         "key": meta.key,
         "node": meta.node,
-        "shape": list(meta.shape),
+        "shape": meta.shape,
         "dtype": meta.dtype,
-        "chunk_shape": list(meta.grid.chunk_shape),
+        "chunk_shape": meta.grid.chunk_shape,
         "chunks": meta.grid.size,
         "bytes": array_bytes(meta),
-        "shard_shape": None if meta.shard_shape is None else list(meta.shard_shape),
-        "shards": None if shards is None else list(shards),
-        "codecs": None if meta.codecs is None else list(meta.codecs),
+        "shard_shape": meta.shard_shape,
+        "shards": shard_counts(meta),
+        "codecs": meta.codecs,
     }
 
 
@@ -161,10 +159,8 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
         f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
     )
     backend = f"{config.get('sharded_backend')!r} {config.get('sharded_backend_version')}"
-    world, writers = commit.get("world_size"), found["writers"]
-    by = counted(world, "rank") if isinstance(world, int) else "ranks"
-    by += f", {writers:,} of which wrote arrays" if writers and writers != world else ""
-    by += f", shardstore {commit.get('shardstore')}"
+    world = commit.get("world_size")
+    ranks = f"{counted(world, 'rank')}, " if isinstance(world, int) else ""
     return {
         "checkpoint": found["url"],
         "layout": f"Zarr v{found['zarr_format']}" + (f", backend {backend}" if config else ""),
@@ -174,7 +170,7 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
         "size": human_bytes(found["bytes"]) + (f" ({by_dtype})" if by_dtype else ""),
         "stored": found["stored_bytes"] is not None and human_bytes(found["stored_bytes"]),
         "saved": commit.get("created"),
-        "by": commit and by,
+        "by": f"{ranks}{found['written_by']}",
         "took": "seconds" in commit and f"{commit['seconds']} s",
         "content": found["content_metadata"] and json.dumps(found["content_metadata"]),
         "manifest": found["manifest_damage"],
@@ -212,7 +208,7 @@ def stats(
         {
             "key": array.key,
             "dtype": array.meta.dtype,
-            "shape": list(array.shape),
+            "shape": array.shape,
             **asdict(found[array.key]),
             "damage": damage.get(array.key, []),
         }
@@ -250,20 +246,17 @@ def show(
     name, inside = split_key(key, ckpt)
     array = ckpt[name]
     chosen = array.positions(parse_selection(inside, name))
-    size = math.prod(len(found) for found, _ in chosen)
-    shape = [len(found) for found, single in chosen if not single]
+    size = math.prod(len(found) for (found,), _ in chosen)
+    shape = [len(found) for (found,), single in chosen if not single]
     if as_json and size > limit:
         raise opt.UsageProblem(
             f"{size} values are more than --limit {limit}; choose a slice, such as '{name}[0, :10]'"
         )
     is_cut = not as_json and size > PRINTED
-    axes = [
-        # Only the ends of each axis are printed and read.
-        [found[: EDGE + 1], found[-EDGE:]] if is_cut and len(found) > 2 * EDGE + 1 else [found]
-        for found, _ in chosen
-    ]
-    singles = tuple(axis for axis, (_, single) in enumerate(chosen) if single)
-    values = array.select(axes).squeeze(singles)
+    for ranges, _ in chosen if is_cut else ():
+        if len(ranges[0]) > 2 * EDGE + 1:  # only the ends of each axis are printed and read
+            ranges[:] = ranges[0][: EDGE + 1], ranges[0][-EDGE:]
+    values = array.select(chosen)
     if values.dtype.isbuiltin != 1:  # NumPy cannot print it; float32 holds the values exactly
         values = values.astype(np.float32)
     if as_json:
@@ -293,19 +286,19 @@ def parse_selection(text: str, key: str) -> tuple[Any, ...]:
     Raises:
         UsageProblem: the text is not such an index.
     """
-    out: list[Any] = []
-    for part in map(str.strip, text.rstrip(" ,").split(",") if text.strip() else ()):
-        try:
-            ends = [int(end) if end.strip() else None for end in part.split(":")]
-            out.append(slice(*ends) if ":" in part else int(part))
-        except (ValueError, TypeError):
-            if part != "...":
-                raise opt.UsageProblem(
-                    f"{part!r} is not an index: give integers and slices as in NumPy, such as "
-                    f"'{key}[0, 2:10, ::2]'"
-                ) from None
-            out.append(...)
-    return tuple(out)
+    parts = map(str.strip, text.rstrip(" ,").split(",")) if text.strip() else ()
+    try:
+        return tuple(... if part == "..." else _index(part) for part in parts)
+    except (ValueError, TypeError):
+        raise opt.UsageProblem(
+            f"[{text}] is not an index: give integers and slices as in NumPy, such as "
+            f"'{key}[0, 2:10, ::2]'"
+        ) from None
+
+
+def _index(text: str) -> int | slice:
+    ends = [int(end) if end.strip() else None for end in text.split(":")]
+    return slice(*ends) if ":" in text else int(text)
 
 
 def verify(

@@ -103,20 +103,13 @@ def locate(options: Sequence[str] | None, *places: str) -> list[Location]:
     all places are local.
 
     Raises:
-        UsageProblem: a URL names no bucket, or an option is not NAME=VALUE.
+        ArgumentError: a place is neither a path nor a supported URL.
+        UsageProblem: an option is not NAME=VALUE.
     """
-    for place in places:
-        if re.fullmatch(r"\w+:/+", place):
-            raise UsageProblem(
-                f"{place} names no bucket; give a URL such as s3://bucket/run/step-100"
-            )
     locations = [Location.of(place, parse_options(options)) for place in places]
     if options and all(location.is_local for location in locations):
         urls = " and ".join(location.url for location in locations)
-        what = "is a local path" if len(locations) == 1 else "are local paths"
-        complain(
-            f"--storage-option has no effect: {urls} {what}, and the option is for object stores"
-        )
+        complain(f"--storage-option has no effect: it is for object stores, not for {urls}")
     return locations
 
 

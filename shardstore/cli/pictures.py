@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from html import escape
-from itertools import islice, product
+from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,8 +36,8 @@ MAX_PICTURED = 400
 MAX_OPENED = 50
 """Up to this number of arrays, all modules of a page are unfolded."""
 MAX_FINDINGS = 500
-MAX_RANKS = 256
 COLOR = "#0f9488"
+DAMAGED = '<span class="bad">damaged</span>'
 MAX_CELLS = 4096
 MAX_LABELS = 16
 """Largest number of ranks whose first chunks are labelled."""
@@ -131,31 +131,39 @@ def report(
     progress = opt.bar(as_json)
     verified = verify(ckpt.stored, findings.append, progress=progress) if check else None
     manifest, _ = ckpt.manifest_or_damage()
-    statistics: dict[str, Statistics] = {}
-    damage: dict[str, list[str]] = {}
     arrays = sorted(ckpt.values(), key=lambda array: (-array.nbytes, array.key))
-    if values:
-        statistics, damage = measure(arrays, budget_bytes=budget, progress=progress)
+    read = measure(arrays, budget_bytes=budget, progress=progress) if values else ({}, {})
+    statistics, damage = read
     drawn = {array.key for array in arrays[:MAX_PICTURED]}
     findings.sort(key=lambda finding: (finding.severity, finding.path))
     wrong = {(finding.key, finding.chunk) for finding in findings if finding.severity == "damage"}
 
-    note = f"The {MAX_PICTURED} largest of {len(arrays):,} arrays have pictures."
-    parts, level = [f'<p class="dim">{note}</p>'] * (len(arrays) > MAX_PICTURED), 0
-    for depth, name, node in modules(ckpt.metas.values()).walk():
-        pictures = {}
-        found = statistics.get(node.array.key) if node.array else None
-        if node.array is not None and node.array.key in drawn:
-            pictures["layout"] = _layout(node.array, manifest, wrong)
-            if found is not None:
-                array = ckpt[node.array.key]
-                pictures["histogram"] = _histogram(array, found, budget_bytes=budget)
-        opened = depth == 0 or len(arrays) <= MAX_OPENED
-        parts.append(
-            "</details>" * (level - depth) + _node(name, node, opened, pictures, found, damage)
+    def module(name: str, node: Module, depth: int = 0) -> str:
+        """Return the part of the page about a module: its own array, and everything below it."""
+        inside = [module(*child, depth + 1) for child in node.children()]
+        if (meta := node.array) is not None:
+            found, pictures = statistics.get(meta.key), {}
+            if meta.key in drawn:
+                pictures["layout"] = _layout(meta, manifest, wrong)
+                if found is not None:
+                    array = ckpt[meta.key]
+                    pictures["histogram"] = _histogram(array, found, budget_bytes=budget)
+            inside.insert(0, _array(name, meta, pictures, found, damage.get(meta.key, ())))
+        if not node.below:
+            return inside[0]
+        is_open = depth == 0 or len(arrays) <= MAX_OPENED
+        mark = DAMAGED if any(DAMAGED in part for part in inside) else ""
+        return (
+            f"<details{' open' if is_open else ''}><summary>"
+            f'<span class="size">{human_bytes(node.bytes)}</span><b>{escape(name)}</b> '
+            f'<span class="dim">{counted(node.arrays, "array")}</span> {mark}</summary>'
+            f"{''.join(inside)}</details>"
         )
-        level = depth + bool(node.below)
-    text = _page(ckpt.info, [*parts, "</details>" * level], verified, findings)
+
+    note = f"The {MAX_PICTURED} largest of {len(arrays):,} arrays have pictures."
+    parts = [f'<p class="dim">{note}</p>'] * (len(arrays) > MAX_PICTURED)
+    parts += (module(*child) for child in modules(ckpt.metas.values()).children())
+    text = _page(ckpt.info, parts, verified, findings)
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)
@@ -211,7 +219,7 @@ def rank_table(record: Any) -> list[list[str]] | None:
             columns = [[column[label] for label in labels] for column in columns]
         named = [f"{name.removesuffix('_s')} s" for name in stages]
         rows = [["ranks" if is_summary else "rank", "bytes", "chunks", *named, "total s", "rate"]]
-        for label, size, chunks, *seconds in islice(zip(labels, *columns, strict=True), MAX_RANKS):
+        for label, size, chunks, *seconds in zip(labels, *columns, strict=True):
             took = math.fsum(seconds)
             rate = f"{human_bytes(size / took)}/s" if took and not is_summary else ""
             texts = [f"{value:.3f}" for value in seconds] + ["" if is_summary else f"{took:.3f}"]
@@ -270,53 +278,37 @@ def _verification(verified: Verified | None, findings: Sequence[Finding]) -> str
     )
 
 
-def _node(
+def _array(
     name: str,
-    node: Module,
-    opened: bool,
+    meta: ArrayMeta,
     pictures: Mapping[str, Picture],
     statistics: Statistics | None,
-    damage: Mapping[str, Sequence[str]],
+    damage: Sequence[str],
 ) -> str:
-    """Return the part of the page about a module (which the caller closes), and its array.
+    """Return the part of the page about an array.
 
     Args:
-        name: name of the module.
-        node: the module.
-        opened: whether it is unfolded.
-        pictures: kind -> picture, of the array.
+        name: name of the array in its module.
+        meta: the array.
+        pictures: kind -> picture.
         statistics: of the array's values, if they were read.
-        damage: key -> texts of errors.
+        damage: texts of errors.
     """
-    begin, meta, name = "", node.array, escape(name)
-    mark = '<span class="bad">damaged</span>'
-    if node.below:
-        inside = any(one.array and one.array.key in damage for _, _, one in node.walk())
-        begin = (
-            f"<details{' open' if opened else ''}><summary>"
-            f'<span class="size">{human_bytes(node.bytes)}</span>'
-            f'<b>{name}</b> <span class="dim">{counted(node.arrays, "array")}</span> '
-            f"{mark if inside else ''}</summary>"
-        )
-    if meta is None:
-        return begin
-    wrong = damage.get(meta.key, ())
     dtype, shape, chunks, shards, size = map(escape, describe(meta))
-    bad = mark if wrong else ""
     lines = [f"chunks: {chunks}", f"saved from {shards}" if shards else ""]
     if statistics is not None:
-        lines.append(f"{_numbers(statistics)}{' (of the readable chunks)' if wrong else ''}")
-    damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in wrong)
+        lines.append(f"{_numbers(statistics)}{' (of the readable chunks)' if damage else ''}")
+    damaged = "".join(f'<div class="bad">{escape(line)}</div>' for line in damage)
     figures = (
         f'<figure class="{kind}">{_svg(picture)}<figcaption>{escape(picture[1])}</figcaption>'
         "</figure>"
         for kind, picture in pictures.items()
         if picture[0]
     )
-    key = escape(meta.key, quote=True)
+    key = escape(meta.key)
     return (
-        f'{begin}<details class="array" data-key="{key}"><summary>'
-        f'<span class="size">{size}</span>{name} <span class="dim">{dtype} {shape}</span> {bad}'
+        f'<details class="array" data-key="{key}"><summary><span class="size">{size}</span>'
+        f'{escape(name)} <span class="dim">{dtype} {shape}</span> {DAMAGED if damage else ""}'
         f'</summary><div class="dim">{key}</div><div>{"; ".join(filter(None, lines))}</div>'
         f'{damaged}<div class="pictures">{"".join(figures)}</div></details>'
     )
@@ -413,7 +405,7 @@ def _rect(place: tuple[float, float, float, float], fill: str, title: str) -> st
 def _svg(picture: Picture, title: str = "") -> str:
     """Return a picture for the page; with a title, for a separate file."""
     shapes, caption, high = picture
-    label = escape(caption, quote=True)
+    label = escape(caption)
     if not title:
         attributes = f'width="{WIDE}" height="{high}" viewBox="0 0 {WIDE} {high}"'
         return f'<svg {attributes} role="img" aria-label="{label}">{shapes}</svg>'

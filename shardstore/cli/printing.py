@@ -31,10 +31,7 @@ def complain(message: object) -> None:
 
 
 class Warnings(logging.Handler):
-    """Prints the library's warnings as lines of the command."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    """Prints the library's log records as lines of the command."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See :meth:`logging.Handler.emit`."""

@@ -5,4 +5,3 @@ from shardstore.convert.conversion import FORMATS as FORMATS
 from shardstore.convert.conversion import TARGET_FORMATS as TARGET_FORMATS
 from shardstore.convert.conversion import Conversion as Conversion
 from shardstore.convert.conversion import convert as convert
-from shardstore.convert.conversion import detect as detect

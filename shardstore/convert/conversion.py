@@ -20,15 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.convert.formats import Receipts, ShardstoreTarget, Target, ZarrSource
+from shardstore.convert.formats import Read, Receipts, ShardstoreTarget, ZarrSource
 from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, is_file_name
 from shardstore.core import maybe_load_config
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    DamagedCheckpointError,
-    NotACheckpointError,
-)
+from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
 from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.format import dtypes
@@ -41,11 +36,12 @@ from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
-    from shardstore.convert.dcp import DcpSource  # imports torch
+    from shardstore.convert import dcp  # imports torch
 
 logger = logging.getLogger(__name__)
 
-Source: TypeAlias = "ZarrSource | SafetensorsSource | DcpSource"
+Source: TypeAlias = "ZarrSource | SafetensorsSource | dcp.DcpSource"
+Target: TypeAlias = "ShardstoreTarget | SafetensorsTarget | dcp.DcpTarget"
 FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp", "megatron")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
@@ -132,22 +128,17 @@ def convert(
     _require_apart(place, goal)
     parent, _, name = goal.url.rpartition("/")
     if not name or (not goal.is_local and parent.endswith("/")):
-        raise CheckpointingException(
-            f"{goal.url} is a whole store: name a folder in it as the target", url=goal.url
-        )
+        raise goal.error(" is a whole store: name a folder in it as the target", ArgumentError)
     beside = Location(parent or "/", goal.options)
     found = source_format or detect(place)
-    wanted = target_format or (
-        "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
-    )
+    by_name = "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
+    wanted = target_format or by_name
     for option, given, known_formats in (
         ("source_format", found, FORMATS),
         ("target_format", wanted, TARGET_FORMATS),
     ):
         if given not in known_formats:
-            raise CheckpointingException(
-                f"{option}={given!r} is not one of {', '.join(known_formats)}"
-            )
+            raise ArgumentError(f"{option}={given!r} is not one of {', '.join(known_formats)}")
     # Verification needs two buffers of a batch at a time.
     batch_bytes = max(1, memory_budget // 2)
     work = beside.child(f".{goal.name}.convert")
@@ -172,14 +163,13 @@ def convert(
         for key, meta in sorted(sources.items())
     ]
     if (count := sum(array.grid.size for array in arrays)) > MOST_CHUNKS:
-        raise DamagedCheckpointError(
-            f"{place.url} describes arrays of {count} chunks, more than the {MOST_CHUNKS} that a "
-            "conversion takes: its documents are damaged, or its chunks are much too small",
-            url=place.url,
+        raise place.error(
+            f" describes arrays of {count} chunks, more than the {MOST_CHUNKS} that a conversion "
+            "takes: its documents are damaged, or its chunks are much too small",
+            DamagedCheckpointError,
         )
     chunks = [(array, array.grid.index_at(i)) for array in arrays for i in range(array.grid.size)]
     total = sum(map(_chunk_bytes, chunks))
-    receipts: Receipts = {}
 
     def stage(
         operation: Operation, left: Sequence[_Chunk], work: Callable[[list[ChunkWrite]], None]
@@ -199,7 +189,7 @@ def convert(
         receipts.update(written)
 
     def compare(batch: list[ChunkWrite]) -> None:
-        copies = _read([(chunk.array, chunk.index) for chunk in batch], built.read)
+        copies = _read([(chunk.array, chunk.index) for chunk in batch], read_copy)
         for chunk, copy in zip(batch, copies, strict=True):
             if not _equal(as_bytes(chunk.data()), as_bytes(copy.data())):
                 what = f"chunk {chunk.index} of key {chunk.array.key!r}"
@@ -210,10 +200,10 @@ def convert(
         if not resume or known is None or not built.resume(state):
             journal.start(built.start(state))
             known = {}
-        receipts.update(built.begin(arrays, opened.extras(), known))
+        receipts = built.begin(arrays, opened.extras(), known)
         left = [(array, index) for array, index in chunks if (array.key, index) not in receipts]
         stage("convert", left, write)
-        built.finish(receipts)
+        read_copy = built.finish(receipts)
         if verify:
             stage("verify", chunks, compare)
             # Open the source anew, because the first object may have cached what it read.
@@ -224,7 +214,7 @@ def convert(
     except BaseException:
         built.stop()
         raise
-    journal.remove()
+    journal.place.delete()
     seconds = perf_counter() - started
     resumed = total - sum(map(_chunk_bytes, left))
     log_event(
@@ -253,7 +243,7 @@ def detect(place: Location) -> str:
         return "safetensors"
     names = place.listing()
     if not names and not (place.is_local and place.is_dir()):
-        raise NotACheckpointError(f"{place.url} does not exist", url=place.url)
+        raise place.error(" does not exist", NotACheckpointError)
     config = maybe_load_config(place.place)
     if config is not None and config.sharded_backend == "torch_dist":
         return "torch_dist"
@@ -265,10 +255,10 @@ def detect(place: Location) -> str:
         return "dcp"
     if any(is_file_name(name) for name in names):
         return "safetensors"
-    raise NotACheckpointError(
-        f"{place.url} is not a checkpoint of a known format ({', '.join(FORMATS)}); if it is one, "
-        "name its folder or file",
-        url=place.url,
+    raise place.error(
+        f" is not a checkpoint of a known format ({', '.join(FORMATS)}); if it is one, name its "
+        "folder or file",
+        NotACheckpointError,
     )
 
 
@@ -289,20 +279,19 @@ def open_source(place: Location, source_format: str) -> Source:
 def _require_apart(source: Location, target: Location) -> None:
     """Raise :class:`ArgumentError` if source and target are the same or one lies inside the other,
     also through links."""
-    if _within(target, source):
-        where = "is the source itself" if _within(source, target) else "lies inside the source"
-    elif _within(source, target):
-        where = "holds the source"
-    else:
-        return
-    raise ArgumentError(
-        f"the target {target.url} {where} {source.url}: nothing was converted; convert to a folder "
-        "beside the source",
-        url=target.url,
-    )
+    is_inside, is_around = _within(target, source), _within(source, target)
+    if is_inside or is_around:
+        where = "lies inside the source" if is_inside else "holds the source"
+        where = "is the source itself" if is_inside and is_around else where
+        raise ArgumentError(
+            f"the target {target.url} {where} {source.url}: nothing was converted; convert to a "
+            "folder beside the source",
+            url=target.url,
+        )
 
 
 def _within(inner: Location, outer: Location) -> bool:
+    """Return whether a place is another one, or lies inside it, also through links."""
     if not (inner.is_local and outer.is_local):
         return f"{inner.url}/".startswith(f"{outer.url}/")
     path = inner.path.resolve()
@@ -323,8 +312,7 @@ class _Journal:
     """
 
     def __init__(self, place: Location, same: str) -> None:
-        self._place, self._same = place, same
-        self._count = 0
+        self.place, self._same, self._count = place, same, 0
 
     def open(self) -> tuple[Any, Receipts | None]:
         """Return the target's state of an earlier run, and the receipts of its chunks.
@@ -334,8 +322,8 @@ class _Journal:
         """
         documents: list[Any] = []
         with suppress(ValueError):  # the last one was cut short
-            for name in self._place.listing():
-                documents.append(json.loads(self._place.read(name)))
+            for name in self.place.listing():
+                documents.append(json.loads(self.place.read(name)))
         self._count = len(documents)
         with suppress(ValueError, TypeError, IndexError):  # no journal, or another program's files
             same, state = documents[0]
@@ -346,7 +334,7 @@ class _Journal:
 
     def start(self, state: Any) -> None:
         """Begin an empty journal."""
-        self.remove()
+        self.place.delete()
         self._count = 0
         self.add([self._same, state])
 
@@ -356,17 +344,13 @@ class _Journal:
         Raises:
             StorageError: the store failed.
         """
-        self._place.write(f"{self._count:08d}.json", json.dumps(document).encode())
+        self.place.write(f"{self._count:08d}.json", json.dumps(document).encode())
         self._count += 1
-
-    def remove(self) -> None:
-        """Delete the journal."""
-        self._place.delete()
 
 
 def _read(
     chunks: Sequence[_Chunk],
-    read: Callable[[Sequence[RegionRead]], None],
+    read: Read,
     arrays: Mapping[str, ArrayMeta] | None = None,
 ) -> list[ChunkWrite]:
     """Read chunks of the target's grid, by default from the target.

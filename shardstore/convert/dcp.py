@@ -14,20 +14,19 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from shardstore.convert.formats import Arrays, Extras, FileTarget, Receipts, values_of
+from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipts, values_of
 from shardstore.core import DCP_BACKEND, CheckpointingConfig
 from shardstore.dcp.files import DcpFiles, append, tensor_metadata
 from shardstore.megatron import modernise, modernised_key
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, CONFIG_NAME
 from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StateRecord, as_text, is_long
-from shardstore.values.torch_values import dump_bytes, load_bytes
+from shardstore.values.torch_values import dump_bytes
 
 
 class DcpSource:
@@ -39,7 +38,7 @@ class DcpSource:
         self.place = place
         self._files = DcpFiles.open(place)
         self.arrays = self._files.arrays
-        self.read: Callable[[Sequence[RegionRead]], None] = self._files.read
+        self.read: Read = self._files.read
 
     def boxes(self, key: str) -> list[Box]:
         """Return one box for each stored part."""
@@ -75,17 +74,11 @@ class DcpTarget(FileTarget):
         goal: folder or URL of the finished checkpoint.
     """
 
-    _arrays: Sequence[ArrayMeta]
-    _extras: Extras
-    _files: DcpFiles
-
     _last = METADATA_NAME
 
     def __init__(self, work: Location, goal: Location) -> None:
         ours = rf"__0_\d+\.distcp|{re.escape(METADATA_NAME)}|{re.escape(COMMON_STATE_NAME)}"
         super().__init__(work, goal, self._last, ours)
-        self._next = 0
-        self._metadata = b""
 
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
         """Write nothing. Choose file names that an earlier run has not used."""
@@ -106,7 +99,7 @@ class DcpTarget(FileTarget):
             self._next += 1
         return places
 
-    def finish(self, receipts: Receipts) -> None:
+    def finish(self, receipts: Receipts) -> Read:
         """Write the values that are not tensors, and make the metadata."""
         arrays = {meta.key: meta for meta in self._arrays}
         paths: dict[str, Any] = {key: self._extras.record.paths.get(key, (key,)) for key in arrays}
@@ -129,14 +122,11 @@ class DcpTarget(FileTarget):
         infos = {item: _StorageInfo(_file_name(n), *place) for item, (n, *place) in stored.items()}
         self._metadata = pickle.dumps(Metadata(about, paths, infos, version=CURRENT_DCP_VERSION))
         self._files = DcpFiles.parse(self._at, self._metadata)
+        return self._files.read
 
     def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
         """Yield key, path and value of each value that is not a tensor."""
         return values_of(extras)
-
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of the written tensors."""
-        self._files.read(reads)
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield key, expected bytes and stored bytes of each value that is not a tensor."""
@@ -169,17 +159,13 @@ class MegatronTarget(DcpTarget):
         for key, value_of in extras.objects.items():
             yield key, (key,), [value_of()]
 
-    def finish(self, receipts: Receipts) -> None:
+    def finish(self, receipts: Receipts) -> Read:
         """Write the objects and the common part, and make the metadata."""
-        super().finish(receipts)
         self._at.write(COMMON_STATE_NAME, self._common(self._extras))
+        return super().finish(receipts)
 
     def _common(self, extras: Extras) -> bytes:
-        url = self._goal.url
-        if extras.common is None:
-            state = extras.record.nested(url, {})
-        else:
-            state = load_bytes(extras.common, f"{url}/{COMMON_STATE_NAME}")
+        state = extras.common_values() or extras.record.nested(self._goal.url, {})
         return dump_bytes(modernise(state))
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:

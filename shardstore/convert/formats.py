@@ -4,6 +4,24 @@ Megatron-Core's zarr backend) as source and target.
 A source of each format has ``arrays`` (key -> tensor), ``boxes(key)`` (those of the tensor's stored
 parts), ``read(reads)`` (regions into their destinations), ``extras()`` (the content that is not
 tensors), ``place`` and ``roots`` (names of the documents that change if it is replaced).
+
+A conversion calls the methods of a target in this order:
+
+- ``key_of(key)`` and ``array(meta, boxes, most_bytes)`` return a tensor's key and its grid in the
+  target, with chunks of about ``most_bytes`` bytes.
+- ``resume(state)`` returns whether this run can continue an earlier one, which had this state. If
+  not, ``start(left)`` removes the files of the earlier run (``left`` is its state, or ``None``) and
+  returns the state of this run, as JSON other than ``None``.
+- ``begin(arrays, extras, known)`` prepares the target for the first chunk; files of an earlier run
+  stay. ``known`` has the receipts of the chunks that the earlier run wrote. A chunk is written
+  before its receipt, and the comparison at the end finds a damaged chunk. It returns the receipts
+  of the chunks that are not written again.
+- ``write(chunks)`` writes chunks and returns their receipts, in the same order.
+- ``finish(receipts)`` completes the files, and returns a function that reads regions of them.
+- ``documents(extras)`` yields name, expected content and stored content of the files other than
+  chunks, or of parts of files. ``extras`` was read anew from the source.
+- ``publish()`` moves the finished checkpoint to the target. After an error at any step, ``stop()``
+  releases resources.
 """
 
 from __future__ import annotations
@@ -11,10 +29,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import re
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,20 +38,15 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from shardstore.errors import CheckpointExistsError, StorageError
+import msgspec
+
+from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError, damaged
 from shardstore.inspection import opened
 from shardstore.storage.commit import checkpoints, folder
-from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.publish import About, Files, note_arrays, publish
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import SEPARATOR, ArrayMeta
-from shardstore.storage.format.grid import (
-    DEFAULT_TARGET_CHUNK_BYTES,
-    Box,
-    Grid,
-    grid_of,
-    plan_grid,
-)
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, grid_of, plan_grid
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, node_name
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
@@ -50,6 +61,8 @@ logger = logging.getLogger(__name__)
 Arrays = Sequence[ArrayMeta]
 Receipts = dict[tuple[str, tuple[int, ...]], Any]
 """Key and index of a written chunk -> small JSON value with which the target finds the chunk."""
+Read = Callable[[Sequence[RegionRead]], None]
+"""Reads regions of tensors into their destinations."""
 
 
 @dataclass
@@ -68,80 +81,31 @@ class Extras:
     objects: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
+    def common_values(self) -> dict[Any, Any]:
+        """Return the values in ``common``; empty without it. Imports torch otherwise.
 
-class Target(ABC):
+        Raises:
+            DamagedCheckpointError: the file cannot be read, or does not hold a dict.
+        """
+        if self.common is None:
+            return {}
+        from shardstore.values.torch_values import load_bytes
+
+        state = load_bytes(self.common, COMMON_STATE_NAME)
+        if not isinstance(state, dict):
+            what = f"of the source holds a {type(state).__name__}, not a dict"
+            raise damaged(COMMON_STATE_NAME, what)
+        return state
+
+
+class Target:
     """A checkpoint under construction, written chunk by chunk so that a later run can resume it."""
 
     def key_of(self, key: str) -> str:
         """Return the key of a tensor in the target."""
         return key
 
-    def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
-        """Return the tensor on the target's grid, in chunks of about ``most_bytes`` bytes.
-
-        By default each chunk is one contiguous range of the tensor.
-        """
-        size = dtypes.itemsize(meta.dtype)
-        grid = plan_grid(meta.shape, meta.shape, size, most_bytes, leading_only=True)
-        return ArrayMeta(meta.key, meta.node, grid, meta.dtype, codecs=())
-
-    @abstractmethod
-    def start(self, left: Any) -> Any:
-        """Begin with nothing written.
-
-        Args:
-            left: state of an earlier run, whose files are removed; ``None`` without one.
-
-        Returns:
-            State of this run, as JSON other than ``None``.
-        """
-
-    @abstractmethod
-    def resume(self, state: Any) -> bool:
-        """Return whether this run can continue the one that had this state."""
-
-    @abstractmethod
-    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
-        """Prepare the target for the first chunk. Files of an earlier run stay.
-
-        Args:
-            arrays: all tensors, on the target's grid.
-            extras: the content that is not tensors.
-            known: receipts of the chunks that an earlier run wrote. A chunk is written before its
-                receipt, and the comparison at the end finds a damaged chunk.
-
-        Returns:
-            The receipts of the chunks that are not written again.
-        """
-
-    @abstractmethod
-    def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
-        """Write chunks and return their receipts, in the same order."""
-
-    @abstractmethod
-    def finish(self, receipts: Receipts) -> None:
-        """Complete the files, so that they can be read. Called after all chunks are written."""
-
-    @abstractmethod
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of the written tensors."""
-
-    @abstractmethod
-    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
-        """Yield the files other than chunks, or parts of files.
-
-        Args:
-            extras: content of the source, read anew.
-
-        Yields:
-            Name, expected content according to ``extras``, and stored content.
-        """
-
-    @abstractmethod
-    def publish(self) -> None:
-        """Move the finished checkpoint to the target."""
-
-    def stop(self) -> None:  # noqa: B027 (most targets hold nothing)
+    def stop(self) -> None:
         """Release resources after an error. Written files stay for the next run."""
 
 
@@ -188,6 +152,12 @@ class FileTarget(Target):
         """Return whether the work folder exists; always true in an object store."""
         return not self._at.is_local or self._at.is_dir()
 
+    def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
+        """Return the tensor on a grid whose chunks are contiguous ranges of the tensor."""
+        size = dtypes.itemsize(meta.dtype)
+        grid = plan_grid(meta.shape, meta.shape, size, most_bytes, leading_only=True)
+        return ArrayMeta(meta.key, meta.node, grid, meta.dtype, codecs=())
+
     def complete(self, last: str, data: bytes) -> None:
         """Write the last file, and move the folder to a local target.
 
@@ -214,23 +184,15 @@ class FileTarget(Target):
                 self._goal.remote.become_copy_of(made.remote)
 
 
-def _exists(goal: Location, what: str = "") -> CheckpointExistsError:
-    return CheckpointExistsError(
-        f"{goal.url} already exists{what}; convert to another target", url=goal.url
-    )
+def _exists(goal: Location, what: str = "") -> CheckpointingException:
+    return goal.error(f" already exists{what}; convert to another target", CheckpointExistsError)
 
 
 def values_of(extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
     """Yield ``(key, path, value)`` of each value that is not a tensor."""
-    if extras.common is not None:
-        from shardstore.values.torch_values import load_bytes
-
-        state = load_bytes(extras.common, COMMON_STATE_NAME)
-        if not isinstance(state, dict):
-            raise pickle.UnpicklingError(f"common.pt holds a {type(state).__name__}, not a dict")
-        for name, value in state.items():
-            for names, leaf in _leaves(value, (str(name),)):
-                yield ".".join(names), names, leaf
+    for name, value in extras.common_values().items():
+        for names, leaf in _leaves(value, (str(name),)):
+            yield ".".join(names), names, leaf
     for key in extras.record.values:
         path = extras.record.paths.get(key, (key,))
         yield key, path, extras.record.value(key, "the source")
@@ -298,11 +260,10 @@ class ZarrSource:
         """Return the common part as stored, and the sharded objects."""
         ckpt = self._ckpt
         attributes = {name: v for name, v in ckpt.attrs.items() if name != "shardstore"}
-        record = StateRecord.from_root(ckpt.attrs, ckpt.url)
+        # The files that a record names are listed with the sharded objects.
         objects = {key: partial(ckpt.objects.__getitem__, key) for key in ckpt.objects}
-        if record is not None:
-            # Their files are listed with the sharded objects.
-            return Extras(None, StateRecord(record.paths, record.values), objects, attributes)
+        if record := StateRecord.from_root(ckpt.attrs, ckpt.url):
+            return Extras(None, record, objects, attributes)
         common = None
         with suppress(FileNotFoundError):
             common = ckpt.stored.document(COMMON_STATE_NAME)
@@ -324,10 +285,6 @@ class ShardstoreTarget(Target):
         overwrite: replace a checkpoint at the target.
         budget_bytes: memory for chunks that are being written.
     """
-
-    _attempt: Attempt
-    _arrays: dict[str, ArrayMeta]
-    _extras: Extras
 
     def __init__(self, goal: Location, source: str, overwrite: bool, budget_bytes: int) -> None:
         self._goal, self._source = goal, source
@@ -360,14 +317,8 @@ class ShardstoreTarget(Target):
         size = dtypes.itemsize(meta.dtype)
         most = min(DEFAULT_TARGET_CHUNK_BYTES, most_bytes)
         grid, edges, straddled = grid_of(meta.shape, boxes, size, most)
-        return ArrayMeta(
-            meta.key,
-            node_name(meta.key),
-            grid,
-            meta.dtype,
-            separator=SEPARATOR,
-            shard_shape=None if straddled else edges,
-        )
+        shards = None if straddled else edges
+        return ArrayMeta(meta.key, node_name(meta.key), grid, meta.dtype, shard_shape=shards)
 
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
         """Write the common part and the sharded objects."""
@@ -399,32 +350,24 @@ class ShardstoreTarget(Target):
         found: Receipts = {}
 
         def done(item: ChunkWrite, record: ChunkRecord) -> None:
-            running = [int(n) for n in record.running]
-            receipt = [record.stored_bytes, record.crc, record.digest.hex(), running]
-            found[item.array.key, tuple(item.index)] = receipt
+            found[item.array.key, item.index] = msgspec.to_builtins(record)
 
         mover = Mover(self._attempt.location, self._options, self._attempt)
         mover.write(chunks, done)
         return [found[chunk.array.key, chunk.index] for chunk in chunks]
 
-    def finish(self, receipts: Receipts) -> None:
+    def finish(self, receipts: Receipts) -> Read:
         """Add the chunks to the manifest."""
-        for (key, index), (stored, crc, digest, running) in receipts.items():
-            record = ChunkRecord(stored, crc, bytes.fromhex(digest), running)
+        for (key, index), receipt in receipts.items():
+            record = msgspec.convert(receipt, ChunkRecord)
             self._manifest.add_chunk(self._arrays[key], index, record)
-
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of the written tensors, and verify their checksums."""
-        Mover(self._attempt.location, self._options).read(reads)
+        return Mover(self._attempt.location, self._options).read
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected bytes and stored bytes of each file, and of the root document's
         record, which the commit writes."""
         for name, data in self._files(extras):
-            found = b""
-            with suppress(FileNotFoundError):
-                found = self._attempt.location.read(name)
-            yield name, data, found
+            yield name, data, self._attempt.location.read_range(name) or b""
         wanted, own = (json.dumps(_record(one)).encode() for one in (extras, self._extras))
         yield "zarr.json", wanted, own
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shardstore.convert.formats import Arrays, Extras, FileTarget, Receipts, record_of
+from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipts, record_of
 from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
@@ -99,25 +99,27 @@ class SafetensorsSource:
         self.arrays: dict[str, ArrayMeta] = {}
         self._places: dict[str, Place] = {}
         self._metadata: dict[str, str] = {}
+        self._state: object = None
         for name in names:
             self._add(name, weight_map)
 
     def _add(self, name: str, weight_map: Mapping[str, str] | None) -> None:
         """Add the tensors and the metadata of a file."""
         folder, path = self.place, f"{self.place.url}/{name}"
-        size, length = (
-            folder.size(name) or 0,
-            int.from_bytes(read_bytes(folder, name, 0, 8), "little"),
-        )
+        size = folder.size(name) or 0
+        length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise _damaged(path, f"a header of {length} bytes in a file of {size}")
         try:
             text = read_bytes(folder, name, 8, 8 + length)
             header = msgspec.json.decode(text, type=dict[str, Any])
-            self._metadata |= msgspec.convert(header.pop(METADATA, {}), dict[str, str])
+            metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])
+            if kept := metadata.pop(STATE_METADATA, None):
+                self._state = msgspec.json.decode(kept)
             entries = msgspec.convert(header, dict[str, _Entry])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _damaged(path, error) from error
+        self._metadata |= metadata
         for key, entry in entries.items():
             if entry.dtype not in _NAMES:
                 raise DTypeMismatchError(
@@ -157,7 +159,7 @@ class SafetensorsSource:
         names = list(dict.fromkeys(weight_map.values()))
         beside = set(folder.listing())
         for file in names:
-            if "/" in file or file not in beside:
+            if file not in beside:
                 raise _damaged(path, f"it names {file!r}, which is not a file in the same folder")
         found = cls(folder, names, weight_map)
         if missing := sorted(set(weight_map) - set(found.arrays)):
@@ -190,16 +192,9 @@ class SafetensorsSource:
 
     def extras(self) -> Extras:
         """Return the metadata, and the values that a conversion stored in it."""
-        metadata = dict(self._metadata)
-        kept = metadata.pop(STATE_METADATA, None)
-        record = StateRecord()
-        if kept is not None:
-            path = f"{self.place.url}/{self.roots[0]}"
-            try:
-                about = {"shardstore": {MEMBER: json.loads(kept)}}
-            except ValueError as error:
-                raise _damaged(path, f"its state dict is not JSON: {error}") from error
-            record = StateRecord.from_root(about, path) or record
+        metadata, about = dict(self._metadata), {"shardstore": {MEMBER: self._state}}
+        path = f"{self.place.url}/{self.roots[0]}"
+        record = StateRecord.from_root(about, path) or StateRecord()
         metadata.pop("format", None)
         return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})
 
@@ -223,13 +218,11 @@ def _named(place: Location) -> tuple[Location, str]:
         return place, files[0]
     if place.is_local and not place.is_dir():
         found = instead(place) or "its name ends in neither .safetensors nor .json"
-        raise NotACheckpointError(
-            f"{place.url} is a file, but not a safetensors file: {found}", url=place.url
-        )
-    raise NotACheckpointError(
-        f"{place.url} holds {len(indices)} safetensors indices and {len(files)} files; give the "
-        "path of one of them",
-        url=place.url,
+        raise place.error(f" is a file, but not a safetensors file: {found}", NotACheckpointError)
+    raise place.error(
+        f" holds {len(indices)} safetensors indices and {len(files)} files; give the path of one "
+        "of them",
+        NotACheckpointError,
     )
 
 
@@ -257,13 +250,10 @@ class SafetensorsTarget(FileTarget):
         self._single = goal.name if goal.name.endswith(".safetensors") else None
         names = r"model-\d{5}-of-\d{5}\.safetensors"
         super().__init__(work, goal, "" if self._single else INDEX_NAME, names)
-        self._file_bytes, self._budget = file_bytes, budget_bytes
-        self._arrays: Sequence[ArrayMeta] = ()
-        self._heads: dict[str, bytes] = {}
+        self._file_bytes = sys.maxsize if self._single else file_bytes
+        self._budget = budget_bytes
         self._sizes: dict[str, int] = {}
         self._places: dict[str, Place] = {}
-        self._done: set[str] = set()
-        self._name = ""
         self._stream: Any = None
 
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
@@ -282,8 +272,8 @@ class SafetensorsTarget(FileTarget):
                     file.truncate(self._sizes[name])
             return known
         sizes = {name: size for name, size, _ in self._at.remote.details()}
-        self._done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
-        return {at: row for at, row in known.items() if self._places[at[0]][0] in self._done}
+        done = {name for name in self._sizes if sizes.get(name) == self._sizes[name]}
+        return {at: row for at, row in known.items() if self._places[at[0]][0] in done}
 
     def _headers(self, record: StateRecord) -> dict[str, bytes]:
         """Return the header of each file, with its length before it. The tensors follow in their
@@ -292,9 +282,8 @@ class SafetensorsTarget(FileTarget):
         Raises:
             DTypeMismatchError: the format lacks the data type of a tensor.
         """
-        file_bytes = sys.maxsize if self._single else self._file_bytes
-        starts = accumulate(map(array_bytes, self._arrays), initial=0)
-        numbered = groupby(zip(self._arrays, starts, strict=False), lambda at: at[1] // file_bytes)
+        most, starts = self._file_bytes, accumulate(map(array_bytes, self._arrays), initial=0)
+        numbered = groupby(zip(self._arrays, starts, strict=False), lambda at: at[1] // most)
         groups = [[meta for meta, _ in group] for _, group in numbered] or [[]]
         about = {"format": "pt", STATE_METADATA: json.dumps(record.to_json())}
         heads = {}
@@ -340,11 +329,11 @@ class SafetensorsTarget(FileTarget):
         """Continue an upload, or begin the next one."""
         errors, size = self._at.remote.errors("writing", name), self._sizes[name]
         with errors:
-            if self._name != name:
+            if self._stream is None:
                 part = max(
                     MIN_PART_BYTES, min(MAX_PART_BYTES, self._budget // 4), size // MAX_PARTS
                 )
-                self._name, self._stream = name, self._at.remote.stream(name, part)
+                self._stream = self._at.remote.stream(name, part)
                 self._stream.write(self._heads[name])
             # Write small pieces, so that the stream can send full parts in between.
             for start in range(0, len(data), MIN_PART_BYTES):
@@ -352,18 +341,13 @@ class SafetensorsTarget(FileTarget):
             if self._stream.tell() == size:
                 self._stream.close()
                 self._stream = None
-                self._done.add(name)
 
-    def finish(self, receipts: Receipts) -> None:
+    def finish(self, receipts: Receipts) -> Read:
         """Write the files without elements, and open all files for reading."""
-        if not self._at.is_local:
-            for name in self._sizes.keys() - self._done:
-                self._at.write(name, self._heads[name])
-        self._written = SafetensorsSource(self._at, list(self._sizes))
-
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions of the written tensors."""
-        self._written.read(reads)
+        for name, head in self._heads.items():
+            if not self._at.is_local and len(head) == self._sizes[name]:
+                self._at.write(name, head)
+        return SafetensorsSource(self._at, list(self._sizes)).read
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected header and stored header of each file."""

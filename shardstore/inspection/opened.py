@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import (
     ArgumentError,
+    CheckpointingException,
     DamagedCheckpointError,
     IndexRangeError,
     MissingKeyError,
@@ -30,13 +31,7 @@ from shardstore.storage.commit.identity import instead, is_foreign_node, node_ty
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, parse_array, parse_v2_array
 from shardstore.storage.format.grid import Box
-from shardstore.storage.format.names import (
-    COMMON_STATE_NAME,
-    CONFIG_NAME,
-    MANIFEST_NAME,
-    key_of,
-    object_place,
-)
+from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
@@ -113,15 +108,16 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
     assert array is not None
     nothing = dict.fromkeys(("zarr.json", CONFIG_NAME, MANIFEST_NAME, COMMON_STATE_NAME))
     stored = StoredCheckpoint(Location(folder, location.options), documents=nothing)
-    return OpenCheckpoint(stored, {array.key: array})
+    stored.arrays = {array.key: array}
+    return OpenCheckpoint(stored)
 
 
 def _require_zarr(location: Location) -> None:
     try:
         backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
     except (ValueError, KeyError, TypeError):
-        url = f"{location.url}/{CONFIG_NAME}"
-        raise NotACheckpointError(f"{url} is damaged: it names no backend") from None
+        wrong = f"/{CONFIG_NAME} is damaged: it names no backend"
+        raise location.error(wrong, NotACheckpointError) from None
     if backend != "zarr":
         raise NotACheckpointError(
             f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
@@ -140,12 +136,10 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             programs. Iteration leaves them out.
     """
 
-    def __init__(
-        self, stored: StoredCheckpoint, metas: Mapping[str, ArrayMeta] | None = None
-    ) -> None:
+    def __init__(self, stored: StoredCheckpoint) -> None:
         self.url = stored.location.url
         self.stored = stored
-        self.metas = stored.arrays if metas is None else metas
+        self.metas = stored.arrays
         self.refused = stored.refused or {}
 
     def __getitem__(self, key: str) -> StoredArray:
@@ -429,14 +423,12 @@ class StoredArray:
                 chunk and writer.
         """
         parts = selection if isinstance(selection, tuple) else (selection,)
-        chosen = self.positions(parts)
-        values = self.select([[found] for found, _ in chosen])
-        values = values.squeeze(tuple(axis for axis, (_, single) in enumerate(chosen) if single))
+        values = self.select(self.positions(parts))
         return values if any(part is Ellipsis for part in parts) else values[()]
 
-    def positions(self, parts: Sequence[Any]) -> list[tuple[range, bool]]:
-        """Return for each axis the selected positions, and whether an integer selects them. Raises
-        the errors of indexing."""
+    def positions(self, parts: Sequence[Any]) -> list[tuple[list[range], bool]]:
+        """Return for each axis the range of selected positions, in a list, and whether an integer
+        selects it. Raises the errors of indexing."""
         shown = f"{clean(self.key)!r} of shape {self.shape}"
         indices = [part for part in parts if part is not Ellipsis]
         if len(indices) > self.ndim:
@@ -464,20 +456,22 @@ class StoredArray:
                     key=self.key,
                 ) from None
             is_single = isinstance(found, int)
-            out.append((range(found, found + 1) if is_single else found, is_single))
+            out.append(([range(found, found + 1) if is_single else found], is_single))
         return out
 
-    def select(self, axes: Sequence[Sequence[range]]) -> NDArray[Any]:
+    def select(self, chosen: Sequence[tuple[Sequence[range], bool]]) -> NDArray[Any]:
         """Return the values at the outer product of positions.
 
         Args:
-            axes: for each axis, ranges of positions, concatenated in the result.
+            chosen: for each axis, ranges of positions, concatenated in the result; and whether the
+                result lacks the axis.
         """
         import numpy as np
 
         from shardstore.storage.movers.chunks import RegionRead
         from shardstore.storage.movers.parallel import run_batched
 
+        axes = [ranges for ranges, _ in chosen]
         out = np.empty([sum(map(len, ranges)) for ranges in axes], self.dtype)
 
         def work(batch: Sequence[tuple[tuple[range, slice], ...]]) -> None:
@@ -494,7 +488,7 @@ class StoredArray:
 
         pieces = list(product(*map(_pieces, axes, self.chunks)))
         run_batched(pieces, work, threads=READ_TOGETHER)
-        return out
+        return out.squeeze(tuple(axis for axis, (_, single) in enumerate(chosen) if single))
 
     def __repr__(self) -> str:
         size = human_bytes(self.nbytes)
@@ -519,21 +513,16 @@ def _pieces(ranges: Sequence[range], edge: int) -> list[tuple[range, slice]]:
 
 
 class StoredObjects(Mapping[str, Any]):
-    """The sharded objects of a checkpoint by unique key."""
+    """The sharded objects of a checkpoint by unique key.
+
+    Attributes:
+        names: unique key -> name of the file below the checkpoint.
+    """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored
-
-    @unlocked_property
-    def names(self) -> dict[str, str]:
-        """Unique key -> name of the file below the checkpoint."""
-        with self._stored.unless_replaced():
-            split = [(*name.partition("/")[::2], name) for name in self._stored.object_files()]
-        return {
-            f"{key_of(node) or node}/{file.rpartition('.')[0]}": name
-            for node, file, name in split
-            if object_place(file)
-        }
+        with stored.unless_replaced():
+            self.names = stored.object_files()
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.names:
@@ -596,10 +585,9 @@ def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
     return MissingKeyError(f"{key!r} is not {what}; {hint}", key=key)
 
 
-def no_checkpoint(location: Location) -> NotACheckpointError:
+def no_checkpoint(location: Location) -> CheckpointingException:
     """Return the error for a place that is not a checkpoint, such as an array of one."""
-    url = location.url
-    return NotACheckpointError(f"{url} is not a checkpoint: {instead(location)}", url=url)
+    return location.error(f" is not a checkpoint: {instead(location)}", NotACheckpointError)
 
 
 def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:

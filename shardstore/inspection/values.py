@@ -147,15 +147,13 @@ def histogram(
     Returns:
         Counts ``(bins,)`` and edges ``(bins + 1,)``.
     """
-    nothing = np.zeros(bins, np.int64)
     low, high = statistics.min, statistics.max
-    if low is None or high is None:
-        return nothing, np.linspace(0.0, 1.0, bins + 1)
-    if high == low:
-        low, high = low - 0.5, high + 0.5
+    if low is None or high is None:  # there are no finite values
+        low, high = 0.0, 1.0
     # If the width of the range overflows float64, halve all values.
     scale = 1.0 if math.isfinite(high - low) else 0.5
     ends = (low * scale, high * scale)
+    edges = np.histogram_bin_edges([], bins, ends) / scale
 
     def work(array: StoredArray, box: Box) -> NDArray[np.int64]:
         counts = np.zeros(bins, np.int64)
@@ -164,7 +162,7 @@ def histogram(
         return counts
 
     found, _ = stream([array], work, budget_bytes=budget_bytes)
-    return sum(found[array.key], nothing), np.linspace(*ends, bins + 1) / scale
+    return sum(found[array.key], np.zeros(bins, np.int64)), edges
 
 
 def stream(
@@ -272,8 +270,7 @@ class Difference:
     @property
     def same(self) -> bool:
         """Whether the checkpoints are equal."""
-        found = (self.only_a, self.only_b, self.described, self.values, self.files)
-        return not any(found)
+        return not (self.only_a or self.only_b or self.described or self.values or self.files)
 
 
 def compare(
@@ -295,8 +292,7 @@ def compare(
         progress: a callback, or ``"bar"``; it counts the bytes of A's values.
     """
     out = Difference()
-    left = {key: array for key, array in a.items() if wants(key)}
-    right = {key: array for key, array in b.items() if wants(key)}
+    left, right = ({key: one[key] for key in filter(wants, one)} for one in (a, b))
     out.only_a = sorted(set(left) - set(right))
     out.only_b = sorted(set(right) - set(left))
     suspects: dict[str, Collection[int]] = {}
@@ -379,9 +375,8 @@ def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:
     if x.dtype.kind in "iu":  # exact, unlike a difference in float64
         wrapped = np.maximum(x, y) - np.minimum(x, y)
         return as_float64(wrapped.view(f"u{x.dtype.itemsize}"))
-    if x.dtype.kind == "c":
-        return as_float64(x.astype(np.complex128) - y.astype(np.complex128))
-    return np.abs(as_float64(x) - as_float64(y))
+    kind = np.complex128 if x.dtype.kind == "c" else np.float64
+    return np.abs(x.astype(kind) - y.astype(kind))
 
 
 def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, str]:

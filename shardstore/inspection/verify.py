@@ -201,10 +201,9 @@ class _Verification:
         if not {"zarr.json", CONFIG_NAME} & set(top):
             self.stored.require()
         arrays = self._read_arrays(top)
-        common_backend = self._check_config(top)
         self._read_manifest(arrays)
         nodes = {meta.node for meta in arrays}
-        jobs = self._common_jobs(top, common_backend) + self._object_jobs(nodes)
+        jobs = self._common_jobs(top) + self._object_jobs(nodes)
         self._report_foreign(nodes | self._undescribed(nodes))
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
@@ -264,47 +263,30 @@ class _Verification:
 
     def _read_arrays(self, top: Sequence[str]) -> list[ArrayMeta]:
         """Return all arrays, from their own documents if the root document is unusable."""
-        if "zarr.json" not in top and MANIFEST_NAME in top:
+        if "zarr.json" in top or MANIFEST_NAME not in top:
+            try:
+                self.root = self.stored.root
+                return list(self.stored.arrays.values())
+            except CheckpointingException as error:
+                lost = self.root is not None and set(self.root.chunk_sums) - set(self.root.texts)
+                kind, text = "arrays-undescribed" if lost else "root-damaged", str(error)
+        else:
+            kind = "root-missing"
             text = "PATH is missing: the checkpoint cannot be opened without it"
-            self._report("root-missing", "zarr.json", text)
-            return self._arrays_alone(top)
-        try:
-            self.root = self.stored.root
-            return list(self.stored.arrays.values())
-        except CheckpointingException as error:
-            lost = self.root is not None and set(self.root.chunk_sums) - set(self.root.texts)
-            kind = "arrays-undescribed" if lost else "root-damaged"
-            self._report(kind, "zarr.json", str(error))
-            return self._arrays_alone(top)
-
-    def _arrays_alone(self, top: Sequence[str]) -> list[ArrayMeta]:
+        self._report(kind, "zarr.json", text)
         self.root_is_damaged = True
         found: list[ArrayMeta | None] = []
         for node in top:
             name = f"{node}/zarr.json"
             with self._reporting("document-damaged", name, key_of(node)):
-                if (text := self.location.read_range(name)) is not None:
-                    found.append(parse_array(node, text, f"{self.url}/{name}"))
+                if (data := self.location.read_range(name)) is not None:
+                    found.append(parse_array(node, data, f"{self.url}/{name}"))
         return [meta for meta in found if meta is not None]
 
     @property
     def _is_ours(self) -> bool:
         """Whether shardstore wrote the root document. A damaged one counts as written by it."""
         return self.root_is_damaged or self.root is None or self.root.format_version is not None
-
-    def _check_config(self, top: Sequence[str]) -> object:
-        """Verify ``metadata.json`` and return the name of the backend of the common values."""
-        if CONFIG_NAME not in top:
-            if self._is_ours:
-                text = "PATH is missing: load() does not accept the folder as a checkpoint"
-                self._report("config-missing", CONFIG_NAME, text)
-            return "torch"
-        with self._reporting("config-damaged", CONFIG_NAME):
-            document = json.loads(self.location.read(CONFIG_NAME))
-            if not isinstance(document, dict) or "sharded_backend" not in document:
-                raise ValueError("it names no sharded_backend")
-            return document.get("common_backend", "torch")
-        return "torch"
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> None:
         try:
@@ -340,9 +322,19 @@ class _Verification:
 
     # -- files that do not belong to arrays -----------------------------------------------------
 
-    def _common_jobs(self, top: Sequence[str], backend: object) -> list[_Job]:
-        """Return the job that verifies ``common.pt``. Verify the values in a root document that has
-        no checksum."""
+    def _common_jobs(self, top: Sequence[str]) -> list[_Job]:
+        """Verify ``metadata.json``, which names the backend of the common values, and common values
+        in a root document that has no checksum. Return the job that verifies ``common.pt``."""
+        backend = "torch"
+        if CONFIG_NAME in top:
+            with self._reporting("config-damaged", CONFIG_NAME):
+                document = json.loads(self.location.read(CONFIG_NAME))
+                if not isinstance(document, dict) or "sharded_backend" not in document:
+                    raise ValueError("it names no sharded_backend")
+                backend = document.get("common_backend", "torch")
+        elif self._is_ours:
+            text = "PATH is missing: load() does not accept the folder as a checkpoint"
+            self._report("config-missing", CONFIG_NAME, text)
         if self.keys:
             return []
         if COMMON_STATE_NAME in top:
@@ -408,12 +400,8 @@ class _Verification:
     def _check_file(self, name: str, kind: str, key: str | None = None) -> None:
         with self._reporting(kind, name, key):
             data = self.stored.document(name)
-            if not data:
-                raise ValueError("it is empty")
             if name.endswith(".json"):
                 json.loads(data)
-            elif data[:1] not in (b"P", b"\x80"):
-                raise ValueError("torch.save did not write it")
             else:
                 verify_archive(data)
             if not self.root_is_damaged:

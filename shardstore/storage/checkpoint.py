@@ -39,6 +39,7 @@ from shardstore.storage.format.names import (
     is_object_file,
     key_of,
     node_name,
+    object_place,
 )
 from shardstore.storage.movers.checksums import crc32c
 from shardstore.storage.movers.collector import collector_paused
@@ -420,8 +421,9 @@ class StoredCheckpoint:
             )
         raise damaged(f"{self.location.url}/{name}", what)
 
-    def object_files(self) -> list[str]:
-        """Return the names of all files of sharded objects, as ``NODE/FILE``.
+    def object_files(self) -> dict[str, str]:
+        """Return unique key (``rng/shard_0_4``) -> name below the root, for all files of sharded
+        objects.
 
         Raises:
             DamagedCheckpointError: a file that the commit names is missing.
@@ -430,7 +432,12 @@ class StoredCheckpoint:
         committed = () if self.root is None else self.root.file_sums
         for name in {name for name in committed if "/" in name}.difference(names):
             self.check_file(name, None)
-        return [name for name in names if is_object_file(name.partition("/")[2])]
+        split = ((*name.partition("/")[::2], name) for name in names)
+        return {
+            f"{key_of(node) or node}/{file.rpartition('.')[0]}": name
+            for node, file, name in split
+            if object_place(file)
+        }
 
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` if there is neither a root document nor

@@ -29,13 +29,7 @@ from shardstore.loading.context import CONTENT_METADATA_KEY, context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.names import (
-    COMMON_STATE_NAME,
-    is_inside,
-    is_object_file,
-    key_of,
-    node_name,
-)
+from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, is_object_file, node_name
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import (
@@ -214,9 +208,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return unique key -> ShardedObject without data, for each stored object."""
         found: ShardedStateDict = {}
-        for path in context_of(checkpoint_dir).stored.object_files():
-            node, _, name = path.partition("/")
-            unique_key = f"{key_of(node) or node}/{name.rpartition('.')[0]}"
+        for unique_key in context_of(checkpoint_dir).stored.object_files():
             try:
                 sharded = ShardedObject.empty_from_unique_key(unique_key)
             except (KeyNameError, ValueError):

@@ -151,3 +151,13 @@ def test_objects_of_other_kinds_pass(tmp_path: Path) -> None:
     assert found["settings"]["betas"] == (0.9, 0.95)
     convert(tmp_path / "d", tmp_path / "e.safetensors")
     assert convert(tmp_path / "e.safetensors", tmp_path / "f").verified
+
+
+@pytest.mark.parametrize("target_format", ["dcp", "megatron", "safetensors"])
+def test_common_values_that_are_no_dict(tmp_path: Path, target_format: str) -> None:
+    """The error is one of this package, as for a load."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "step": 1}
+    shardstore.save(state, tmp_path / "a", ("zarr", 1))
+    torch.save([1], tmp_path / "a" / "common.pt")
+    with pytest.raises(DamagedCheckpointError, match="holds a list, not a dict"):
+        convert(tmp_path / "a", tmp_path / "b", target_format=target_format)
