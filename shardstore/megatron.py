@@ -247,7 +247,8 @@ def save(
     sharded_strategy = _own_strategy(
         sharded_strategy,
         fully_parallel.FullyParallelSaveStrategyWrapper,
-        _replaceable("get_default_save_sharded_strategy"),
+        # Looked up at call time, because programs replace it to change the default.
+        importlib.import_module(f"{ROOT}.serialization").get_default_save_sharded_strategy,
     )
     lacks_common = "common_strategy" not in kwargs and (not args or isinstance(args[0], bool))
     if lacks_common and sharded_strategy.backend == DCP_BACKEND and _megatron_version() >= (0, 19):
@@ -259,13 +260,6 @@ def save(
         *args,
         **{"overwrite": True, **kwargs},
     )
-
-
-def _replaceable(name: str) -> Callable[[], Any]:
-    """Return a function of Megatron-Core's ``serialization`` module, looked up at the time of the
-    call, because programs replace such functions to change the defaults."""
-    found: Callable[[], Any] = getattr(importlib.import_module(f"{ROOT}.serialization"), name)
-    return found
 
 
 def _megatron_version() -> tuple[int, ...]:

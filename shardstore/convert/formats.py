@@ -43,7 +43,7 @@ from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.plain import NotPlainError
-from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_json
+from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
         try:
             if torch is not None and isinstance(value, torch.Tensor):
                 raise NotPlainError("it is a tensor among the common values")
-            values[key] = as_json(value)
+            values[key], _ = as_text(value)
             paths[key] = path
         except NotPlainError as reason:
             left_out.append(f"{key} ({reason})")

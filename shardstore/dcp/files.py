@@ -114,16 +114,9 @@ class _Properties(_Inert):
         self.dtype = state[0]
 
 
-_RECORDS: dict[str, type] = {
-    "BytesStorageMetadata": BytesStorageMetadata,
-    "ChunkStorageMetadata": ChunkStorageMetadata,
-    "MCoreMetadata": Metadata,
-    "Metadata": Metadata,
-    "MetadataIndex": MetadataIndex,
-    "TensorProperties": _Properties,
-    "TensorStorageMetadata": TensorStorageMetadata,
-    "_StorageInfo": _StorageInfo,
-}
+_DCP = (BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata)
+_RECORDS: dict[str, type] = {kind.__name__: kind for kind in (*_DCP, _StorageInfo)}
+_RECORDS |= {"MCoreMetadata": Metadata, "TensorProperties": _Properties}
 _BUILTIN: dict[str, type] = {kind.__name__: kind for kind in (dict, frozenset, list, set, tuple)}
 _BUILTIN |= {"Size": torch.Size, "OrderedDict": dict}
 

@@ -16,13 +16,16 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapreplace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    _split_by_size_and_type,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -36,7 +39,6 @@ from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
     FormatVersionError,
-    StorageError,
 )
 from shardstore.loading.context import context_of
 from shardstore.loading.plan import assemble, plan_reads, whole_tensors
@@ -46,6 +48,7 @@ from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
     StateDict,
+    flat_bounds,
     is_main_replica,
 )
 from shardstore.saving.execute import Staging
@@ -66,8 +69,6 @@ from shardstore.strategies.base import (
     LoadShardedStrategy,
     ReadsOwnFormat,
     SaveCommonStrategy,
-    StrategyAction,
-    register_default_strategy,
 )
 from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
@@ -104,6 +105,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             ``separation_hint``.
     """
 
+    can_handle_sharded_objects = True
     meets_to_plan: ClassVar[str] = "always"
 
     def __init__(
@@ -130,13 +132,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             )
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
-        self.cached_metadata = cached_metadata
         self.separation_hint = separation_hint
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True: this strategy handles ShardedObjects too."""
-        return True
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's tensors and objects. Every rank calls it and waits for all others.
@@ -172,16 +168,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         except Exception as problem:
             # Raised here, only this rank would see it. Raised by write(), all ranks learn of it.
             saving.failure = problem
-
-        def finish() -> None:
-            try:
-                saving.finish()
-            except Exception as problem:
-                if saving.session is None:
-                    raise
-                saving.session.failure = saving.session.failure or problem
-
-        return AsyncRequest(saving.write, (), [finish])
+        return AsyncRequest(saving.write, (), [saving.finish])
 
 
 class _FilesSave:
@@ -241,8 +228,10 @@ class _FilesSave:
             """Return the items of each rank that another rank writes."""
             asked = [pickle.loads(one) for one in reports]
             plans, self._metadata = _joint_plan(self._planner, asked)
-            both = zip(asked, plans, strict=True)
-            return pickle.dumps([_indexes(own) - _indexes(kept) for own, kept in both])
+            asked_for, kept = (
+                [{i.index for i in one.items} for one in of] for of in (asked, plans)
+            )
+            return pickle.dumps([own - left for own, left in zip(asked_for, kept, strict=True)])
 
         plan, answer = ranks.step(f"planning the save to {self._url}", local, pickle.dumps, decide)
         if session is not None:
@@ -308,11 +297,8 @@ class _FilesSave:
                 cause = cause.__cause__ or cause.__context__
             if cause is None or isinstance(error, CheckpointingException):
                 raise
-            reason = str(cause) if cause.errno is None else os.strerror(cause.errno)
-            rank = self._ranks.rank
-            own = StorageError(f"writing {self._url} failed on rank {rank}: {reason}")
-            own.errno, own.rank, own.url = cause.errno, rank, self._url
-            raise own from error
+            with store_errors(f"writing on rank {self._ranks.rank} to", self._url):
+                raise cause from error
         finally:
             self._copies = {}
             if self._staging is not None:
@@ -329,16 +315,14 @@ class _FilesSave:
         for item in self._items:
             prefix = self._hint if item.index.fqn.startswith(self._hint) else ""
             by_prefix.setdefault(prefix, []).append(item)
-        files: list[tuple[str, list[WriteItem]]] = []
-        for prefix, items in by_prefix.items():
-            parts = [(0, number, list[WriteItem]()) for number in range(min(most, len(items)))]
-            for item in sorted(items, key=_size_of, reverse=True):
-                size, number, part = parts[0]  # the smallest
-                part.append(item)
-                heapreplace(parts, (size + _size_of(item), number, part))
-            for _, _, part in parts:
-                files.append((f"{prefix}__{self._ranks.rank}_{len(files)}.distcp", part))
-        return files
+        files = [
+            (prefix, part)
+            for prefix, items in by_prefix.items()
+            for part in _split_by_size_and_type(most, items)
+            if part
+        ]
+        rank = self._ranks.rank
+        return [(f"{prefix}__{rank}_{n}.distcp", part) for n, (prefix, part) in enumerate(files)]
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
         for name, items in files:
@@ -356,13 +340,12 @@ class _FilesSave:
     def finish(self, work: Callable[[], None] = lambda: None) -> None:
         """Report the items that this rank wrote; then the coordinator writes ``.metadata``.
 
-        Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others.
+        Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others. If
+        some rank failed, every rank has an error: the session's, which the commit raises, or one
+        that this function raises if there is no session.
 
         Args:
             work: called first; its error, or the session's, prevents the writing of ``.metadata``.
-
-        Raises:
-            CheckpointingException: some rank failed; raised on every rank.
         """
 
         def decide(reports: list[bytes]) -> bytes:
@@ -378,7 +361,12 @@ class _FilesSave:
         ranks = self._ranks if session is None else session.later
         error = self.failure if session is None else session.failure
         report = lambda _: pickle.dumps(self._written)  # noqa: E731
-        ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+        try:
+            ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+        except Exception as problem:
+            if session is None:
+                raise
+            session.failure = session.failure or problem
 
 
 @dataclass
@@ -440,16 +428,6 @@ def _joint_plan(
     return plans, metadata
 
 
-def _size_of(item: WriteItem) -> int:
-    """Return the bytes of a tensor's part; 0 for an object, whose size is not known yet."""
-    about = item.tensor_data
-    return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
-
-
-def _indexes(plan: SavePlan) -> set[MetadataIndex]:
-    return {item.index for item in plan.items}
-
-
 def _folded(tensor: ShardedTensor) -> ShardedTensor:
     """Return a flattened range as a shard of Megatron-Core's array for such ranges."""
     counts = tensor.axis_fragmentations
@@ -460,9 +438,8 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
             "format cannot express; save with ('zarr', 2)",
             key=tensor.key,
         )
-    assert tensor.flattened_range is not None
     size = math.prod(tensor.local_shape)
-    start, stop, _ = tensor.flattened_range.indices(size)
+    start, stop = flat_bounds(tensor)
     data = tensor.data
     if data is not None:
         data = data.reshape((1,) * len(counts) + (-1,))
@@ -470,7 +447,7 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
         tensor.key,
         data,
         tensor.dtype,
-        (1,) * len(counts) + (max(0, stop - start),),
+        (*(1,) * len(counts), max(0, stop - start)),
         (*counts, size),
         (*tensor.local_chunk_offset_in_global(), start),
         None,
@@ -488,6 +465,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     """
 
     _backend, _versions = BACKEND, (VERSION,)
+    can_handle_sharded_objects = True
     cached_global_metadata = None
 
     def __init__(
@@ -499,11 +477,6 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         cast: bool | Literal["warn"] = False,
     ) -> None:
         self.cast = cast
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True: this strategy handles ShardedObjects too."""
-        return True
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read tensors and objects; fill given tensors in place.
@@ -590,14 +563,3 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
         key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
         loaded: StateDict = DcpFiles.open(checkpoint_dir).read_unwrapped(key)
         return loaded
-
-
-def register_default_torch_dist_strategies() -> None:
-    """Register the default strategies of the backend."""
-    for action, strategy in (
-        (StrategyAction.SAVE_SHARDED, TorchDistSaveShardedStrategy()),
-        (StrategyAction.LOAD_SHARDED, TorchDistLoadShardedStrategy()),
-        (StrategyAction.SAVE_COMMON, TorchDistCommonSaveStrategy(BACKEND, VERSION)),
-        (StrategyAction.LOAD_COMMON, TorchDistCommonLoadStrategy()),
-    ):
-        register_default_strategy(action, BACKEND, VERSION, strategy)

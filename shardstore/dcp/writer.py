@@ -42,7 +42,6 @@ from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.names import DCP_METADATA_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, require_bool
-from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
@@ -247,8 +246,7 @@ class StorageWriter(Placed, DcpStorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save. All ranks call it."""
-        if checkpoint_id is not None:
-            self._location = Location.of(checkpoint_id)
+        super().reset(checkpoint_id)
         self._give_up()
 
     def _give_up(self) -> None:

@@ -5,10 +5,9 @@ The first look-up that needs a built-in strategy imports it.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +35,27 @@ async_calls = AsyncCallsQueue()
 """The queue of callers without their own queue."""
 
 _BUILTIN_STRATEGIES = {
-    "zarr": ("shardstore.strategies.zarr", "register_default_zarr_strategies"),
-    "torch": ("shardstore.strategies.common", "register_default_common_strategies"),
-    "json": ("shardstore.strategies.common", "register_default_common_strategies"),
-    "torch_dist": ("shardstore.dcp.torch_dist", "register_default_torch_dist_strategies"),
+    StrategyAction.SAVE_SHARDED: {
+        ("zarr", 1): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
+        ("zarr", 2): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
+        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistSaveShardedStrategy",
+    },
+    StrategyAction.LOAD_SHARDED: {
+        ("zarr", 1): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
+        ("zarr", 2): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
+        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistLoadShardedStrategy",
+    },
+    StrategyAction.SAVE_COMMON: {
+        ("torch", 1): "shardstore.strategies.common:TorchCommonSaveStrategy",
+        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonSaveStrategy",
+    },
+    StrategyAction.LOAD_COMMON: {
+        ("torch", 1): "shardstore.strategies.common:TorchCommonLoadStrategy",
+        ("json", 1): "shardstore.strategies.common:JsonCommonLoadStrategy",
+        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonLoadStrategy",
+    },
 }
-"""Backend -> the module of its strategies, and the function there that registers them."""
+"""Action -> ``(backend, version)`` -> module and name of the class. The first look-up makes it."""
 
 
 def get_default_strategy(
@@ -62,21 +76,25 @@ def get_default_strategy(
     Raises:
         CheckpointingException: none is registered for them; the text lists the registered ones.
     """
-    known = default_strategies[action.value]
-    if (backend, version) not in known:
-        _register_builtin_strategies(backend)
+    known, builtin = default_strategies[action.value], _BUILTIN_STRATEGIES[action]
+    offered = sorted({*known, *builtin}, key=str)
     if version is None:
-        version = max((number for name, number in known if name == backend), default=1)
-    if (backend, version) not in known:
-        for builtin in _BUILTIN_STRATEGIES:  # so that the text lists them all
-            with suppress(CheckpointingException):
-                _register_builtin_strategies(builtin)
+        version = max((number for name, number in offered if name == backend), default=1)
+    if (backend, version) not in offered:
         raise CheckpointingException(
             f"No default strategy is registered for action {action.value!r}, backend "
             f"{backend!r}, version {version!r}. Registered for {action.value!r}: "
-            f"{', '.join(map(str, sorted(known, key=str))) or 'none'}. Ask for one of these, pass "
-            "a strategy object, or register one with register_default_strategy."
+            f"{', '.join(map(str, offered))}. Ask for one of these, pass a strategy object, or "
+            "register one with register_default_strategy."
         )
+    if (backend, version) not in known:
+        try:
+            kind = pkgutil.resolve_name(builtin[backend, version])
+        except ImportError as error:
+            raise CheckpointingException(
+                f"the strategies of backend {backend!r} cannot be imported: {error}"
+            ) from error
+        known[backend, version] = kind(backend, version) if "SAVE" in action.name else kind()
     strategy: SaveStrategyBase | LoadStrategyBase = known[backend, version]
     return strategy
 
@@ -98,22 +116,6 @@ def register_default_strategy(
         strategy: the strategy object.
     """
     default_strategies[action.value][(backend, version)] = strategy
-
-
-def _register_builtin_strategies(backend: str) -> None:
-    """Register this package's strategies of a backend, unless others are registered."""
-    if backend not in _BUILTIN_STRATEGIES:
-        return
-    module_name, function_name = _BUILTIN_STRATEGIES[backend]
-    before = {action: dict(known) for action, known in default_strategies.items()}
-    try:
-        getattr(importlib.import_module(module_name), function_name)()
-    except ImportError as error:
-        raise CheckpointingException(
-            f"the strategies of backend {backend!r} cannot be imported: {error}"
-        ) from error
-    for action, known in before.items():
-        default_strategies[action].update(known)
 
 
 class LoadStrategyBase(ABC):
