@@ -247,20 +247,11 @@ class _FilesSave:
             ArgumentError: the copy is larger than the budget.
             MemoryError: the host memory is too small for the copy.
         """
-        budget_bytes = self._options.staging_budget_bytes
-        found = {item.index: self._planner.resolve_data(item) for item in self._items}
-        size = sum(
-            data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
-            for data in found.values()
-        )
-        if budget_bytes is not None and size > budget_bytes:
-            raise ArgumentError(
-                f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "
-                f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
-                "save with ('zarr', 2), which can copy while it writes"
-            )
+        budget_bytes, size = self._options.staging_budget_bytes, 0
         chunks: dict[MetadataIndex, ChunkWrite] = {}
-        for index, data in found.items():
+        for item in self._items:
+            data, index = self._planner.resolve_data(item), item.index
+            size += data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
             if isinstance(data, io.BytesIO):  # the planner has just made it
                 self._copies[index] = data
             elif str(data.dtype).removeprefix("torch.") not in dtypes.names():
@@ -271,6 +262,12 @@ class _FilesSave:
                 array = ArrayMeta(index.fqn, "", grid, dtypes.zarr_name(data.dtype))
                 source = parts_of(data, index.fqn)(())
                 chunks[index] = ChunkWrite(array, (0,) * len(shape), source)
+        if budget_bytes is not None and size > budget_bytes:
+            raise ArgumentError(
+                f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "
+                f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
+                "save with ('zarr', 2), which can copy while it writes"
+            )
         self._staged = list(chunks)
         self._staging = Staging(
             list(chunks.values()), overlap=self._options.overlap_staging, threads=self._threads

@@ -376,33 +376,31 @@ class StorageWriter(Placed, DcpStorageWriter):
             AccessPatternError: a value or a part of a tensor was not written exactly once.
             StorageError: the store failed; the target is unchanged.
         """
+        attempt, start = self._attempt, perf_counter()
+        assert attempt is not None  # prepare_global_plan() has begun it
         try:
-            self._commit(metadata, [of_rank[0].storage_data for of_rank in results])
+            reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
+            record = _state_record(metadata, reports)
+            manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
+            cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
+            for chunk in itertools.chain.from_iterable(report.cut for report in reports):
+                cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
+            own = manifests[self._rank]
+            arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
+            writes = [_joined(chunk) for chunk in cut.values()]
+            write_chunks(attempt, self.options, own, arrays.values(), writes)
+            own.seconds["write"] += perf_counter() - start
+            about = About(
+                common_backend=(BACKEND, VERSION),
+                record={MEMBER: record.to_json()},
+                world_size=len(reports),
+                seconds=perf_counter() - self._started,
+            )
+            publish(attempt, self.options, manifests, about)
         except BaseException:
             # Give up now, because the next save to this place would wait for the attempt.
             self._give_up()
             raise
-
-    def _commit(self, metadata: Metadata, reports: Sequence[Report]) -> None:
-        attempt, start = self._attempt, perf_counter()
-        assert attempt is not None  # prepare_global_plan() has begun it
-        record = _state_record(metadata, reports)
-        manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
-        cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
-        for chunk in itertools.chain.from_iterable(report.cut for report in reports):
-            cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
-        own = manifests[self._rank]
-        arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
-        writes = [_joined(chunk) for chunk in cut.values()]
-        write_chunks(attempt, self.options, own, arrays.values(), writes)
-        own.seconds["write"] += perf_counter() - start
-        about = About(
-            common_backend=(BACKEND, VERSION),
-            record={MEMBER: record.to_json()},
-            world_size=len(reports),
-            seconds=perf_counter() - self._started,
-        )
-        publish(attempt, self.options, manifests, about)
         if self._abandon is not None:
             self._abandon.detach()
         self._attempt = self._abandon = None

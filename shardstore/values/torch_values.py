@@ -405,7 +405,8 @@ def load_bytes(
 
 def _unpickled(data: Stream, *, meta: bool = False) -> Any:
     records = Records(data)
-    _require(records.read("byteorder", b"little") == b"little", "its byte order")
+    is_little = "byteorder" not in records.entries or records.read("byteorder") == b"little"
+    _require(is_little, "its byte order")
 
     def storage(name: str, nbytes: int) -> torch.UntypedStorage:
         if meta:
