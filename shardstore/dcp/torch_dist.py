@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import (
     _split_by_size_and_type,
     _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.core import DCP_BACKEND
@@ -78,7 +78,6 @@ from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.utils import sharded_tensors_of
 
 BACKEND, VERSION = DCP_BACKEND, 1
-WRITER_THREADS = 2
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -113,7 +112,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         backend: str = BACKEND,
         version: int = VERSION,
         keep_only_main_replica: bool = True,
-        thread_count: int = WRITER_THREADS,
+        thread_count: int = 2,
         cached_metadata: bool = False,
         separation_hint: str | None = None,
         cpu_shm_mode: bool = False,
@@ -224,20 +223,33 @@ class _FilesSave:
             self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
             return replace(self._planner.create_local_plan(), planner_data=told)
 
-        def decide(reports: list[bytes]) -> bytes:
-            """Return the items of each rank that another rank writes."""
-            asked = [pickle.loads(one) for one in reports]
-            plans, self._metadata = _joint_plan(self._planner, asked)
-            asked_for, kept = (
-                [{i.index for i in one.items} for one in of] for of in (asked, plans)
-            )
-            return pickle.dumps([own - left for own, left in zip(asked_for, kept, strict=True)])
-
-        plan, answer = ranks.step(f"planning the save to {self._url}", local, pickle.dumps, decide)
+        plan, answer = ranks.step(
+            f"planning the save to {self._url}", local, pickle.dumps, self._decide
+        )
         if session is not None:
             session.plans = False
         of_others = pickle.loads(answer)[ranks.rank]
         self._items = [item for item in plan.items if item.index not in of_others]
+
+    def _decide(self, reports: list[bytes]) -> bytes:
+        """Make the metadata, and return the items of each rank that another rank writes. The
+        coordinator calls it."""
+        asked: list[SavePlan] = [pickle.loads(one) for one in reports]
+        try:
+            plans, self._metadata = self._planner.create_global_plan(asked)
+        except Exception as problem:
+            raise CheckpointingException(
+                "PyTorch DCP refuses the joint plan of the ranks: "
+                f"{type(problem).__name__}: {problem}"
+            ) from problem
+        told: list[_Told] = [plan.planner_data for plan in asked]
+        for rank, one in enumerate(told):
+            if lost := set(one.copies) - set(self._metadata.state_dict_metadata):
+                raise without_main_replica(sorted(lost), rank)
+        check_reports([one.report for one in told])
+        cast(Any, self._metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
+        indexes = ([{item.index for item in plan.items} for plan in of] for of in (asked, plans))
+        return pickle.dumps([own - kept for own, kept in zip(*indexes, strict=True)])
 
     def stage(self) -> None:
         """Copy this rank's items, so that the state may be changed. :meth:`write` uses the copy,
@@ -404,25 +416,6 @@ def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, 
             shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
     state.update((key, LocalShardsContainer(found)) for key, found in shards.items())
     return state, told
-
-
-def _joint_plan(
-    planner: DefaultSavePlanner, asked: list[SavePlan]
-) -> tuple[list[SavePlan], Metadata]:
-    """Return the items that each rank writes, and the metadata. The coordinator calls it."""
-    try:
-        plans, metadata = planner.create_global_plan(asked)
-    except Exception as problem:
-        raise CheckpointingException(
-            f"PyTorch DCP refuses the joint plan of the ranks: {type(problem).__name__}: {problem}"
-        ) from problem
-    told: list[_Told] = [plan.planner_data for plan in asked]
-    for rank, one in enumerate(told):
-        if lost := set(one.copies) - set(metadata.state_dict_metadata):
-            raise without_main_replica(sorted(lost), rank)
-    check_reports([one.report for one in told])
-    cast(Any, metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
-    return plans, metadata
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:
