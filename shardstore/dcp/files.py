@@ -129,9 +129,6 @@ class _Unpickler(BoundedUnpickler):
             return _BUILTIN.get(name, _Inert)
         return _RECORDS.get(name, _Inert)
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("the pickle refers to an object outside of the file")
-
 
 @dataclass
 class DcpFiles:
