@@ -385,14 +385,13 @@ class ShardstoreTarget(Target):
             yield COMMON_STATE_NAME, extras.common
         if extras.objects:
             from shardstore.mapping import ShardedObject
-            from shardstore.strategies.common import object_document, value_document
+            from shardstore.strategies.common import object_document
 
-            # With a JSON record, the objects may be values that are too long for it.
-            document = value_document if extras.common is None else object_document
             for key, value in extras.objects.items():
                 sharded = ShardedObject.empty_from_unique_key(key)
                 sharded.data = value()
-                yield document(sharded)
+                # With a JSON record, the objects may be values that are too long for it.
+                yield object_document(sharded, as_json=extras.common is None)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write chunks and return their manifest records as receipts."""

@@ -342,8 +342,8 @@ def remove_keys(location: Location, prefix: str) -> bool:
         old = _unpickled(_read(location), url)
         kept = {index: at for index, at in old.storage_data.items() if stays(index.fqn)}
         held = {at.relative_path for at in kept.values()}
-        names = {require_inside(at.relative_path, url) for at in old.storage_data.values()} - held
-        names = {name for name in names if name.startswith(prefix)}
+        names = {require_inside(at.relative_path, url) for at in old.storage_data.values()}
+        names = {name for name in names - held if name.startswith(prefix)}
         about = {key: one for key, one in old.state_dict_metadata.items() if stays(key)}
         for one in about.values():
             if isinstance(one, TensorStorageMetadata):

@@ -79,6 +79,9 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
     return {(FileSystemReader, name): method_of(name) for name in _METHODS}
 
 
+Place = str | os.PathLike[str]
+
+
 class Installation(ExitStack):
     """The changes that :func:`install` made. As a context manager it undoes them on exit."""
 
@@ -151,9 +154,7 @@ def install(
             "call a shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
         ) from error
 
-    def choose(
-        storage: Any, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False
-    ) -> Any:
+    def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
         if storage is not None or not checkpoint_id:
             return before(storage, checkpoint_id, reader=reader)
         if reader:

@@ -400,8 +400,7 @@ def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, 
     state: dict[str, Any] = {}
     for value in nested_values(state_dict):
         if only_main and not is_main_replica(value.replica_id):
-            is_object = isinstance(value, ShardedObject)
-            told.copies.append(value.unique_key if is_object else value.key)
+            told.copies.append(getattr(value, "unique_key", value.key))
         elif isinstance(value, ShardedObject):
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):

@@ -18,7 +18,6 @@ from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     DamagedCheckpointError,
-    KeyNameError,
     MissingKeyError,
     NotACheckpointError,
     UnsafeObjectError,
@@ -71,22 +70,20 @@ def object_file(sharded: ShardedObject, suffix: str = ".pt") -> str:
     return f"{node_name(key)}/{shard}{suffix}"
 
 
-def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
+def object_document(sharded: ShardedObject, *, as_json: bool = False) -> tuple[str, bytes]:
     """Return name and content of a sharded object's file.
+
+    Args:
+        sharded: the object.
+        as_json: make a JSON file, if the object has a JSON form.
 
     Raises:
         CheckpointingException: the object cannot be pickled.
     """
+    with suppress(plain_values.NotPlainError):
+        if as_json:
+            return object_file(sharded, ".json"), record.as_text(sharded.data)[1].encode()
     return object_file(sharded), _dumped(sharded.data, f"object {sharded.unique_key!r}")
-
-
-def value_document(sharded: ShardedObject) -> tuple[str, bytes]:
-    """Return name and content of a sharded object's JSON file. If the object has no JSON form,
-    return :func:`object_document`."""
-    try:
-        return object_file(sharded, ".json"), record.as_text(sharded.data)[1].encode()
-    except plain_values.NotPlainError:
-        return object_document(sharded)
 
 
 def _dumped(value: object, what: str) -> bytes:
@@ -205,11 +202,9 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         for path in context_of(checkpoint_dir).stored.object_files():
             node, _, name = path.partition("/")
             unique_key = f"{key_of(node) or node}/{name.rpartition('.')[0]}"
-            try:
+            with suppress(ValueError):  # another program's file
                 sharded = ShardedObject.empty_from_unique_key(unique_key)
-            except (KeyNameError, ValueError):
-                continue
-            found[sharded.unique_key] = sharded
+                found[sharded.unique_key] = sharded
         return found
 
 
@@ -235,9 +230,7 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
             raise NotACheckpointError(
                 f"{url}/zarr.json is missing: {url} is not a complete checkpoint", url=url
             )
-        found = record.StateRecord.from_root(stored.root.attributes, url)
-        if found is None:
-            return {}
+        found = record.StateRecord.from_root(stored.root.attributes, url) or record.StateRecord()
         wanted = {key: ShardedObject(key, None, (1,), (0,)) for key in found.files}
         return found.nested(url, self.load_sharded_objects(wanted, checkpoint_dir))
 

@@ -24,6 +24,7 @@ import uuid
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
@@ -320,22 +321,16 @@ class _Unpickler(BoundedUnpickler):
         _require(self._unfilled == 0, "a value that is never filled")
         return value
 
-    def _make(self, kind: Any, args: tuple[Any, ...], *, new: bool) -> Any:
+    def _make(self, *, new: bool) -> None:
+        args, kind = self.stack.pop(), self.stack[-1]
         if id(kind) in self._allowed_ids:
-            return kind.__new__(kind, *args) if new else kind(*args)
-        maker: Any = kind.meaning if type(kind) is _Name else _MAKERS.get(kind)
-        _require(isinstance(maker, types.FunctionType), "a call")
-        made = maker(*args)
-        self._unfilled += type(made) is _Unfilled
-        return made
-
-    def _reduce(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self._make(self.stack[-1], args, new=False)
-
-    def _newobj(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self._make(self.stack[-1], args, new=True)
+            made = kind.__new__(kind, *args) if new else kind(*args)
+        else:
+            maker: Any = kind.meaning if type(kind) is _Name else _MAKERS.get(kind)
+            _require(isinstance(maker, types.FunctionType), "a call")
+            made = maker(*args)
+            self._unfilled += type(made) is _Unfilled
+        self.stack[-1] = made
 
     def _build(self) -> None:
         target, state = self.stack[-2:]
@@ -355,8 +350,8 @@ class _Unpickler(BoundedUnpickler):
     dispatch: ClassVar[dict[int, Any]] = {
         **BoundedUnpickler.dispatch,
         **{code[0]: _filling(code[0], depth) for code, depth in _FILLING.items()},
-        pickle.REDUCE[0]: _reduce,
-        pickle.NEWOBJ[0]: _newobj,
+        pickle.REDUCE[0]: partial(_make, new=False),
+        pickle.NEWOBJ[0]: partial(_make, new=True),
         pickle.BUILD[0]: _build,
     }
 
