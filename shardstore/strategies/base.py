@@ -35,27 +35,20 @@ async_calls = AsyncCallsQueue()
 """The queue of callers without their own queue."""
 
 _BUILTIN_STRATEGIES = {
-    StrategyAction.SAVE_SHARDED: {
-        ("zarr", 1): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
-        ("zarr", 2): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
-        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistSaveShardedStrategy",
-    },
-    StrategyAction.LOAD_SHARDED: {
-        ("zarr", 1): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
-        ("zarr", 2): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
-        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistLoadShardedStrategy",
-    },
-    StrategyAction.SAVE_COMMON: {
-        ("torch", 1): "shardstore.strategies.common:TorchCommonSaveStrategy",
-        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonSaveStrategy",
-    },
-    StrategyAction.LOAD_COMMON: {
-        ("torch", 1): "shardstore.strategies.common:TorchCommonLoadStrategy",
-        ("json", 1): "shardstore.strategies.common:JsonCommonLoadStrategy",
-        ("torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonLoadStrategy",
-    },
+    ("save_sharded", "zarr", 1): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
+    ("save_sharded", "zarr", 2): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
+    ("save_sharded", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistSaveShardedStrategy",
+    ("load_sharded", "zarr", 1): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
+    ("load_sharded", "zarr", 2): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
+    ("load_sharded", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistLoadShardedStrategy",
+    ("save_common", "torch", 1): "shardstore.strategies.common:TorchCommonSaveStrategy",
+    ("save_common", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonSaveStrategy",
+    ("load_common", "torch", 1): "shardstore.strategies.common:TorchCommonLoadStrategy",
+    ("load_common", "json", 1): "shardstore.strategies.common:JsonCommonLoadStrategy",
+    ("load_common", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonLoadStrategy",
 }
-"""Action -> ``(backend, version)`` -> module and name of the class. The first look-up makes it."""
+"""Value of a :class:`StrategyAction`, backend and version -> module and name of the class. The
+first look-up makes the strategy."""
 
 
 def get_default_strategy(
@@ -76,7 +69,8 @@ def get_default_strategy(
     Raises:
         CheckpointingException: none is registered for them; the text lists the registered ones.
     """
-    known, builtin = default_strategies[action.value], _BUILTIN_STRATEGIES[action]
+    known = default_strategies[action.value]
+    builtin = {key[1:]: name for key, name in _BUILTIN_STRATEGIES.items() if key[0] == action.value}
     offered = sorted({*known, *builtin}, key=str)
     if version is None:
         version = max((number for name, number in offered if name == backend), default=1)

@@ -143,8 +143,8 @@ assert base.get_default_strategy(A.SAVE_SHARDED, "zarr", 2) is mine
 
 
 def test_builtin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    builtin = base._BUILTIN_STRATEGIES[StrategyAction.LOAD_COMMON]
-    monkeypatch.setitem(builtin, ("nothing", 1), "shardstore.no_such_module:Strategy")
+    key = "load_common", "nothing", 1
+    monkeypatch.setitem(base._BUILTIN_STRATEGIES, key, "shardstore.no_such_module:Strategy")
     with pytest.raises(CheckpointingException, match=r"shardstore\.no_such_module"):
         base.get_default_strategy(StrategyAction.LOAD_COMMON, "nothing", 1)
 
