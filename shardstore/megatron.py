@@ -25,7 +25,7 @@ from typing import Any
 
 from shardstore import mapping, serialization
 from shardstore.core import DCP_BACKEND
-from shardstore.dict_utils import dict_list_map_outplace, extract_matching_values, merge
+from shardstore.dict_utils import dict_list_map_outplace, merge
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import (
     CONTENT_METADATA_KEY,
@@ -34,13 +34,14 @@ from shardstore.loading.context import (
     opened,
     using,
 )
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.storage.format.names import COMMON_STATE_NAME
 from shardstore.strategies import fully_parallel
 from shardstore.strategies import torch as dcp_strategies
 from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from shardstore.strategies.zarr import BACKEND as ZARR_BACKEND
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from shardstore.utils import extract_sharded_objects
 
 ROOT = "megatron.core.dist_checkpointing"
 FORMATS = (ZARR_BACKEND, DCP_BACKEND)
@@ -247,7 +248,8 @@ def save(
     sharded_strategy = _own_strategy(
         sharded_strategy,
         fully_parallel.FullyParallelSaveStrategyWrapper,
-        _replaceable("get_default_save_sharded_strategy"),
+        # Looked up at call time, because programs replace it to change the default.
+        importlib.import_module(f"{ROOT}.serialization").get_default_save_sharded_strategy,
     )
     lacks_common = "common_strategy" not in kwargs and (not args or isinstance(args[0], bool))
     if lacks_common and sharded_strategy.backend == DCP_BACKEND and _megatron_version() >= (0, 19):
@@ -259,13 +261,6 @@ def save(
         *args,
         **{"overwrite": True, **kwargs},
     )
-
-
-def _replaceable(name: str) -> Callable[[], Any]:
-    """Return a function of Megatron-Core's ``serialization`` module, looked up at the time of the
-    call, because programs replace such functions to change the defaults."""
-    found: Callable[[], Any] = getattr(importlib.import_module(f"{ROOT}.serialization"), name)
-    return found
 
 
 def _megatron_version() -> tuple[int, ...]:
@@ -303,9 +298,7 @@ class AnyFormatLoadStrategy(dcp_strategies.TorchDistLoadShardedStrategy):
                 wanted = dict_list_map_outplace(partial(_renamed, NEW_PREFIX, OLD_PREFIX), wanted)
             loaded: StateDict = {}
             if not sharded.can_handle_sharded_objects:
-                objects, wanted = extract_matching_values(
-                    wanted, lambda value: isinstance(value, ShardedObject)
-                )
+                objects, wanted = extract_sharded_objects(wanted)
                 loaded = common.load_sharded_objects(objects, place)
             merge(loaded, sharded.load(wanted, place))
             return loaded

@@ -122,6 +122,15 @@ def extract_sharded_base(
     return _extract(sharded_state_dict, ShardedBase)
 
 
+def extract_sharded_objects(sharded_state_dict: ShardedStateDict) -> _Split:
+    """Split off the objects.
+
+    Returns:
+        Each :class:`ShardedObject`, and everything else; both in the original structure.
+    """
+    return _extract(sharded_state_dict, ShardedObject)
+
+
 def extract_nonpersistent(
     sharded_state_dict: ShardedStateDict,
 ) -> _Split:

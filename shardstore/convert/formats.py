@@ -54,7 +54,7 @@ from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.values.plain import NotPlainError
-from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_json
+from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
         try:
             if torch is not None and isinstance(value, torch.Tensor):
                 raise NotPlainError("it is a tensor among the common values")
-            values[key] = as_json(value)
+            values[key], _ = as_text(value)
             paths[key] = path
         except NotPlainError as reason:
             left_out.append(f"{key} ({reason})")
@@ -336,14 +336,13 @@ class ShardstoreTarget(Target):
             yield COMMON_STATE_NAME, extras.common
         if extras.objects:
             from shardstore.mapping import ShardedObject
-            from shardstore.strategies.common import object_document, value_document
+            from shardstore.strategies.common import object_document
 
-            # With a JSON record, the objects may be values that are too long for it.
-            document = value_document if extras.common is None else object_document
             for key, value in extras.objects.items():
                 sharded = ShardedObject.empty_from_unique_key(key)
                 sharded.data = value()
-                yield document(sharded)
+                # With a JSON record, the objects may be values that are too long for it.
+                yield object_document(sharded, as_json=extras.common is None)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write chunks and return their manifest records as receipts."""

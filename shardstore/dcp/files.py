@@ -114,16 +114,9 @@ class _Properties(_Inert):
         self.dtype = state[0]
 
 
-_RECORDS: dict[str, type] = {
-    "BytesStorageMetadata": BytesStorageMetadata,
-    "ChunkStorageMetadata": ChunkStorageMetadata,
-    "MCoreMetadata": Metadata,
-    "Metadata": Metadata,
-    "MetadataIndex": MetadataIndex,
-    "TensorProperties": _Properties,
-    "TensorStorageMetadata": TensorStorageMetadata,
-    "_StorageInfo": _StorageInfo,
-}
+_DCP = (BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata)
+_RECORDS: dict[str, type] = {kind.__name__: kind for kind in (*_DCP, _StorageInfo)}
+_RECORDS |= {"MCoreMetadata": Metadata, "TensorProperties": _Properties}
 _BUILTIN: dict[str, type] = {kind.__name__: kind for kind in (dict, frozenset, list, set, tuple)}
 _BUILTIN |= {"Size": torch.Size, "OrderedDict": dict}
 
@@ -135,9 +128,6 @@ class _Unpickler(BoundedUnpickler):
         if module in ("torch", "collections", "builtins"):
             return _BUILTIN.get(name, _Inert)
         return _RECORDS.get(name, _Inert)
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("the pickle refers to an object outside of the file")
 
 
 @dataclass
@@ -352,8 +342,8 @@ def remove_keys(location: Location, prefix: str) -> bool:
         old = _unpickled(_read(location), url)
         kept = {index: at for index, at in old.storage_data.items() if stays(index.fqn)}
         held = {at.relative_path for at in kept.values()}
-        names = {require_inside(at.relative_path, url) for at in old.storage_data.values()} - held
-        names = {name for name in names if name.startswith(prefix)}
+        names = {require_inside(at.relative_path, url) for at in old.storage_data.values()}
+        names = {name for name in names - held if name.startswith(prefix)}
         about = {key: one for key, one in old.state_dict_metadata.items() if stays(key)}
         for one in about.values():
             if isinstance(one, TensorStorageMetadata):

@@ -39,6 +39,7 @@ from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.validation import verify_checkpoint_and_load_strategy
 from shardstore.values.record import StatePath, StateRecord
+from shardstore.values.torch_values import dump_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class SentItems(UserList[ReadItem]):
     """A rank's read items, sent as bytes that are unpickled only on access.
 
     DCP sends the items to the coordinator and back. There they stay bytes unless its planner looks
-    at them. This makes a load of 2,000 arrays on four ranks three times as fast.
+    at them. This makes a load of 2,000 arrays on four ranks 1.3 times as fast.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -98,6 +99,11 @@ class Placed:
     def checkpoint_id(self) -> str:
         """Folder or URL of the checkpoint."""
         return self._place.url
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepare for another save or load. All ranks call it."""
+        if checkpoint_id is not None:
+            self._location = Location.of(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -153,12 +159,6 @@ class StorageReader(Placed, DcpStorageReader):
         self._stored: StoredCheckpoint | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._values: dict[str, Callable[[], Any]] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another load. All ranks call it."""
-        if checkpoint_id is not None:
-            self._location = Location.of(checkpoint_id)
-        self._stored = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the checkpoint, from one document. All ranks call it.
@@ -265,30 +265,23 @@ class StorageReader(Placed, DcpStorageReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                pickled = io.BytesIO()  # the form that the planner reads
-                torch.save(self._values[key](), pickled)
-                pickled.seek(0)
-                planner.load_bytes(item, pickled)
+                # The planner reads this form.
+                planner.load_bytes(item, io.BytesIO(dump_bytes(self._values[key]())))
                 continue
             target = planner.resolve_tensor(item).detach()
             targets.append((item, target))
             common = self._tensors.get(key)
             if common is not None or target.is_meta:
                 require_writable(target, key)
-            shape = arrays[key].shape if common is None else tuple(common.shape)
-            start = item.storage_index.offset or (0,) * len(shape)
-            offset = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
+            size, offset = tuple(item.lengths), tuple(item.storage_offsets)
             if common is None:
-                lengths = tuple(item.lengths)
-                wanted.append(
-                    ShardedTensor(key, target, target.dtype, lengths, shape, offset, None)
-                )
+                shape = arrays[key].shape
+                wanted.append(ShardedTensor(key, target, target.dtype, size, shape, offset, None))
                 continue
             if target.dtype != common.dtype:
                 require_cast(key, common.dtype, target.dtype, url, self._cast)
-            where: tuple[Any, ...] = (..., *Box(offset, tuple(item.lengths)).slices)
             with torch.no_grad():
-                target.copy_(common[where])
+                target.copy_(common[Box(offset, size).slices])
         reads = plan_reads(wanted, arrays, url, cast=self._cast)
         read_chunks(LoadContext(stored=self._stored, cast=self._cast), reads)
         assemble(reads, cast(Any, wanted), url)

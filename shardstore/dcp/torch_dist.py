@@ -16,14 +16,17 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapreplace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    _split_by_size_and_type,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from shardstore.core import DCP_BACKEND
@@ -36,7 +39,6 @@ from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
     FormatVersionError,
-    StorageError,
 )
 from shardstore.loading.context import context_of
 from shardstore.loading.plan import assemble, plan_reads, whole_tensors
@@ -46,6 +48,7 @@ from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
     StateDict,
+    flat_bounds,
     is_main_replica,
 )
 from shardstore.saving.execute import Staging
@@ -66,8 +69,6 @@ from shardstore.strategies.base import (
     LoadShardedStrategy,
     ReadsOwnFormat,
     SaveCommonStrategy,
-    StrategyAction,
-    register_default_strategy,
 )
 from shardstore.strategies.checkpointable import (
     CheckpointableShardedTensor,
@@ -77,7 +78,6 @@ from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.utils import sharded_tensors_of
 
 BACKEND, VERSION = DCP_BACKEND, 1
-WRITER_THREADS = 2
 
 
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -104,6 +104,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             ``separation_hint``.
     """
 
+    can_handle_sharded_objects = True
     meets_to_plan: ClassVar[str] = "always"
 
     def __init__(
@@ -111,7 +112,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         backend: str = BACKEND,
         version: int = VERSION,
         keep_only_main_replica: bool = True,
-        thread_count: int = WRITER_THREADS,
+        thread_count: int = 2,
         cached_metadata: bool = False,
         separation_hint: str | None = None,
         cpu_shm_mode: bool = False,
@@ -130,13 +131,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             )
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = thread_count
-        self.cached_metadata = cached_metadata
         self.separation_hint = separation_hint
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True: this strategy handles ShardedObjects too."""
-        return True
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write this rank's tensors and objects. Every rank calls it and waits for all others.
@@ -172,16 +167,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         except Exception as problem:
             # Raised here, only this rank would see it. Raised by write(), all ranks learn of it.
             saving.failure = problem
-
-        def finish() -> None:
-            try:
-                saving.finish()
-            except Exception as problem:
-                if saving.session is None:
-                    raise
-                saving.session.failure = saving.session.failure or problem
-
-        return AsyncRequest(saving.write, (), [finish])
+        return AsyncRequest(saving.write, (), [saving.finish])
 
 
 class _FilesSave:
@@ -237,18 +223,33 @@ class _FilesSave:
             self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
             return replace(self._planner.create_local_plan(), planner_data=told)
 
-        def decide(reports: list[bytes]) -> bytes:
-            """Return the items of each rank that another rank writes."""
-            asked = [pickle.loads(one) for one in reports]
-            plans, self._metadata = _joint_plan(self._planner, asked)
-            both = zip(asked, plans, strict=True)
-            return pickle.dumps([_indexes(own) - _indexes(kept) for own, kept in both])
-
-        plan, answer = ranks.step(f"planning the save to {self._url}", local, pickle.dumps, decide)
+        plan, answer = ranks.step(
+            f"planning the save to {self._url}", local, pickle.dumps, self._decide
+        )
         if session is not None:
             session.plans = False
         of_others = pickle.loads(answer)[ranks.rank]
         self._items = [item for item in plan.items if item.index not in of_others]
+
+    def _decide(self, reports: list[bytes]) -> bytes:
+        """Make the metadata, and return the items of each rank that another rank writes. The
+        coordinator calls it."""
+        asked: list[SavePlan] = [pickle.loads(one) for one in reports]
+        try:
+            plans, self._metadata = self._planner.create_global_plan(asked)
+        except Exception as problem:
+            raise CheckpointingException(
+                "PyTorch DCP refuses the joint plan of the ranks: "
+                f"{type(problem).__name__}: {problem}"
+            ) from problem
+        told: list[_Told] = [plan.planner_data for plan in asked]
+        for rank, one in enumerate(told):
+            if lost := set(one.copies) - set(self._metadata.state_dict_metadata):
+                raise without_main_replica(sorted(lost), rank)
+        check_reports([one.report for one in told])
+        cast(Any, self._metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
+        indexes = ([{item.index for item in plan.items} for plan in of] for of in (asked, plans))
+        return pickle.dumps([own - kept for own, kept in zip(*indexes, strict=True)])
 
     def stage(self) -> None:
         """Copy this rank's items, so that the state may be changed. :meth:`write` uses the copy,
@@ -258,20 +259,11 @@ class _FilesSave:
             ArgumentError: the copy is larger than the budget.
             MemoryError: the host memory is too small for the copy.
         """
-        budget_bytes = self._options.staging_budget_bytes
-        found = {item.index: self._planner.resolve_data(item) for item in self._items}
-        size = sum(
-            data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
-            for data in found.values()
-        )
-        if budget_bytes is not None and size > budget_bytes:
-            raise ArgumentError(
-                f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "
-                f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
-                "save with ('zarr', 2), which can copy while it writes"
-            )
+        budget_bytes, size = self._options.staging_budget_bytes, 0
         chunks: dict[MetadataIndex, ChunkWrite] = {}
-        for index, data in found.items():
+        for item in self._items:
+            data, index = self._planner.resolve_data(item), item.index
+            size += data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
             if isinstance(data, io.BytesIO):  # the planner has just made it
                 self._copies[index] = data
             elif str(data.dtype).removeprefix("torch.") not in dtypes.names():
@@ -282,6 +274,12 @@ class _FilesSave:
                 array = ArrayMeta(index.fqn, "", grid, dtypes.zarr_name(data.dtype))
                 source = parts_of(data, index.fqn)(())
                 chunks[index] = ChunkWrite(array, (0,) * len(shape), source)
+        if budget_bytes is not None and size > budget_bytes:
+            raise ArgumentError(
+                f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "
+                f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
+                "save with ('zarr', 2), which can copy while it writes"
+            )
         self._staged = list(chunks)
         self._staging = Staging(
             list(chunks.values()), overlap=self._options.overlap_staging, threads=self._threads
@@ -308,11 +306,8 @@ class _FilesSave:
                 cause = cause.__cause__ or cause.__context__
             if cause is None or isinstance(error, CheckpointingException):
                 raise
-            reason = str(cause) if cause.errno is None else os.strerror(cause.errno)
-            rank = self._ranks.rank
-            own = StorageError(f"writing {self._url} failed on rank {rank}: {reason}")
-            own.errno, own.rank, own.url = cause.errno, rank, self._url
-            raise own from error
+            with store_errors(f"writing on rank {self._ranks.rank} to", self._url):
+                raise cause from error
         finally:
             self._copies = {}
             if self._staging is not None:
@@ -329,16 +324,14 @@ class _FilesSave:
         for item in self._items:
             prefix = self._hint if item.index.fqn.startswith(self._hint) else ""
             by_prefix.setdefault(prefix, []).append(item)
-        files: list[tuple[str, list[WriteItem]]] = []
-        for prefix, items in by_prefix.items():
-            parts = [(0, number, list[WriteItem]()) for number in range(min(most, len(items)))]
-            for item in sorted(items, key=_size_of, reverse=True):
-                size, number, part = parts[0]  # the smallest
-                part.append(item)
-                heapreplace(parts, (size + _size_of(item), number, part))
-            for _, _, part in parts:
-                files.append((f"{prefix}__{self._ranks.rank}_{len(files)}.distcp", part))
-        return files
+        files = [
+            (prefix, part)
+            for prefix, items in by_prefix.items()
+            for part in _split_by_size_and_type(most, items)
+            if part
+        ]
+        rank = self._ranks.rank
+        return [(f"{prefix}__{rank}_{n}.distcp", part) for n, (prefix, part) in enumerate(files)]
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
         for name, items in files:
@@ -356,13 +349,12 @@ class _FilesSave:
     def finish(self, work: Callable[[], None] = lambda: None) -> None:
         """Report the items that this rank wrote; then the coordinator writes ``.metadata``.
 
-        Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others.
+        Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others. If
+        some rank failed, every rank has an error: the session's, which the commit raises, or one
+        that this function raises if there is no session.
 
         Args:
             work: called first; its error, or the session's, prevents the writing of ``.metadata``.
-
-        Raises:
-            CheckpointingException: some rank failed; raised on every rank.
         """
 
         def decide(reports: list[bytes]) -> bytes:
@@ -378,7 +370,12 @@ class _FilesSave:
         ranks = self._ranks if session is None else session.later
         error = self.failure if session is None else session.failure
         report = lambda _: pickle.dumps(self._written)  # noqa: E731
-        ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+        try:
+            ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+        except Exception as problem:
+            if session is None:
+                raise
+            session.failure = session.failure or problem
 
 
 @dataclass
@@ -403,8 +400,7 @@ def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, 
     state: dict[str, Any] = {}
     for value in nested_values(state_dict):
         if only_main and not is_main_replica(value.replica_id):
-            is_object = isinstance(value, ShardedObject)
-            told.copies.append(value.unique_key if is_object else value.key)
+            told.copies.append(getattr(value, "unique_key", value.key))
         elif isinstance(value, ShardedObject):
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):
@@ -421,35 +417,6 @@ def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, 
     return state, told
 
 
-def _joint_plan(
-    planner: DefaultSavePlanner, asked: list[SavePlan]
-) -> tuple[list[SavePlan], Metadata]:
-    """Return the items that each rank writes, and the metadata. The coordinator calls it."""
-    try:
-        plans, metadata = planner.create_global_plan(asked)
-    except Exception as problem:
-        raise CheckpointingException(
-            f"PyTorch DCP refuses the joint plan of the ranks: {type(problem).__name__}: {problem}"
-        ) from problem
-    told: list[_Told] = [plan.planner_data for plan in asked]
-    for rank, one in enumerate(told):
-        if lost := set(one.copies) - set(metadata.state_dict_metadata):
-            raise without_main_replica(sorted(lost), rank)
-    check_reports([one.report for one in told])
-    cast(Any, metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
-    return plans, metadata
-
-
-def _size_of(item: WriteItem) -> int:
-    """Return the bytes of a tensor's part; 0 for an object, whose size is not known yet."""
-    about = item.tensor_data
-    return about.chunk.sizes.numel() * about.properties.dtype.itemsize if about else 0
-
-
-def _indexes(plan: SavePlan) -> set[MetadataIndex]:
-    return {item.index for item in plan.items}
-
-
 def _folded(tensor: ShardedTensor) -> ShardedTensor:
     """Return a flattened range as a shard of Megatron-Core's array for such ranges."""
     counts = tensor.axis_fragmentations
@@ -460,9 +427,8 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
             "format cannot express; save with ('zarr', 2)",
             key=tensor.key,
         )
-    assert tensor.flattened_range is not None
     size = math.prod(tensor.local_shape)
-    start, stop, _ = tensor.flattened_range.indices(size)
+    start, stop = flat_bounds(tensor)
     data = tensor.data
     if data is not None:
         data = data.reshape((1,) * len(counts) + (-1,))
@@ -470,7 +436,7 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
         tensor.key,
         data,
         tensor.dtype,
-        (1,) * len(counts) + (max(0, stop - start),),
+        (*(1,) * len(counts), max(0, stop - start)),
         (*counts, size),
         (*tensor.local_chunk_offset_in_global(), start),
         None,
@@ -488,6 +454,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
     """
 
     _backend, _versions = BACKEND, (VERSION,)
+    can_handle_sharded_objects = True
     cached_global_metadata = None
 
     def __init__(
@@ -499,11 +466,6 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         cast: bool | Literal["warn"] = False,
     ) -> None:
         self.cast = cast
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True: this strategy handles ShardedObjects too."""
-        return True
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read tensors and objects; fill given tensors in place.
@@ -590,14 +552,3 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
         key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
         loaded: StateDict = DcpFiles.open(checkpoint_dir).read_unwrapped(key)
         return loaded
-
-
-def register_default_torch_dist_strategies() -> None:
-    """Register the default strategies of the backend."""
-    for action, strategy in (
-        (StrategyAction.SAVE_SHARDED, TorchDistSaveShardedStrategy()),
-        (StrategyAction.LOAD_SHARDED, TorchDistLoadShardedStrategy()),
-        (StrategyAction.SAVE_COMMON, TorchDistCommonSaveStrategy(BACKEND, VERSION)),
-        (StrategyAction.LOAD_COMMON, TorchDistCommonLoadStrategy()),
-    ):
-        register_default_strategy(action, BACKEND, VERSION, strategy)

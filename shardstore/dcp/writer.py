@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-import math
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from torch.futures import Future
 from shardstore.coverage import Layouts, as_flat_range, local_layouts, merge_layouts
 from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
-from shardstore.errors import AccessPatternError, CheckpointingException, KeyNameError
+from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
 from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes
 from shardstore.storage.commit import checkpoints
@@ -42,7 +41,6 @@ from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.names import DCP_METADATA_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, require_bool
-from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
@@ -146,7 +144,6 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
 
     Raises:
         AccessPatternError: no rank wrote a value that the metadata names.
-        KeyNameError: a path does not consist of text and numbers.
     """
     values: dict[str, Any] = {}
     files: list[str] = []
@@ -162,31 +159,14 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
             key=missing[0],
         )
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    for key, path in paths.items():
-        if not all(isinstance(name, str | int) for name in path):
-            raise KeyNameError(
-                f"key {key!r} has a path that does not consist of strings and integers: {path}",
-                key=key,
-            )
     return StateRecord({key: tuple(path) for key, path in paths.items()}, values, sorted(files))
 
 
 def _joined(chunk: CutChunk) -> ChunkWrite:
-    """Return a chunk that several ranks hold, put together from all their pieces.
-
-    Raises:
-        AccessPatternError: the ranks together hold less than the whole chunk.
-    """
+    """Return a chunk that several ranks hold, put together from all their pieces. The layouts prove
+    that they cover it."""
     pieces = [fetched(chunk.local[first]).reshape(-1) for first in sorted(chunk.local)]
-    found = np.concatenate(pieces)
-    if found.size != math.prod(chunk.shape):
-        raise AccessPatternError(
-            f"Invalid access pattern: the ranks together hold {found.size} of the "
-            f"{math.prod(chunk.shape)} elements of key {chunk.array.key!r}, chunk {chunk.index}",
-            key=chunk.array.key,
-            chunk=chunk.index,
-        )
-    return ChunkWrite(chunk.array, chunk.index, found.reshape(chunk.shape))
+    return ChunkWrite(chunk.array, chunk.index, np.concatenate(pieces).reshape(chunk.shape))
 
 
 MARKER = (
@@ -247,8 +227,7 @@ class StorageWriter(Placed, DcpStorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save. All ranks call it."""
-        if checkpoint_id is not None:
-            self._location = Location.of(checkpoint_id)
+        super().reset(checkpoint_id)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -300,12 +279,7 @@ class StorageWriter(Placed, DcpStorageWriter):
             DTypeMismatchError: a tensor is not dense memory.
             CheckpointingException: a value has no JSON form, and ``allow_pickle`` was not given.
         """
-        task = plan.storage_data
-        if not isinstance(task, Task):
-            raise CheckpointingException(
-                "another storage writer made the plan of this rank; save without a cached plan "
-                "(enable_plan_caching=False)"
-            )
+        task: Task = plan.storage_data
         attempt = checkpoints.join(self._place, task.attempt_id, self.options)
         if self._attempt is None:
             attempt.require_seen()
@@ -378,33 +352,31 @@ class StorageWriter(Placed, DcpStorageWriter):
             AccessPatternError: a value or a part of a tensor was not written exactly once.
             StorageError: the store failed; the target is unchanged.
         """
+        attempt, start = self._attempt, perf_counter()
+        assert attempt is not None  # prepare_global_plan() has begun it
         try:
-            self._commit(metadata, [of_rank[0].storage_data for of_rank in results])
+            reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
+            record = _state_record(metadata, reports)
+            manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
+            cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
+            for chunk in itertools.chain.from_iterable(report.cut for report in reports):
+                cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
+            own = manifests[self._rank]
+            arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
+            writes = [_joined(chunk) for chunk in cut.values()]
+            write_chunks(attempt, self.options, own, arrays.values(), writes)
+            own.seconds["write"] += perf_counter() - start
+            about = About(
+                common_backend=(BACKEND, VERSION),
+                record={MEMBER: record.to_json()},
+                world_size=len(reports),
+                seconds=perf_counter() - self._started,
+            )
+            publish(attempt, self.options, manifests, about)
         except BaseException:
             # Give up now, because the next save to this place would wait for the attempt.
             self._give_up()
             raise
-
-    def _commit(self, metadata: Metadata, reports: Sequence[Report]) -> None:
-        attempt, start = self._attempt, perf_counter()
-        assert attempt is not None  # prepare_global_plan() has begun it
-        record = _state_record(metadata, reports)
-        manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
-        cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
-        for chunk in itertools.chain.from_iterable(report.cut for report in reports):
-            cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
-        own = manifests[self._rank]
-        arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
-        writes = [_joined(chunk) for chunk in cut.values()]
-        write_chunks(attempt, self.options, own, arrays.values(), writes)
-        own.seconds["write"] += perf_counter() - start
-        about = About(
-            common_backend=(BACKEND, VERSION),
-            record={MEMBER: record.to_json()},
-            world_size=len(reports),
-            seconds=perf_counter() - self._started,
-        )
-        publish(attempt, self.options, manifests, about)
         if self._abandon is not None:
             self._abandon.detach()
         self._attempt = self._abandon = None

@@ -22,7 +22,7 @@ import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.coverage import check_reports, join_reports, report_shards, shards_of_report
-from shardstore.dict_utils import extract_matching_values, merge, nested_values, ordered_like
+from shardstore.dict_utils import merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
@@ -37,7 +37,7 @@ from shardstore.loading.context import (
 )
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer
-from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
+from shardstore.mapping import ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
@@ -46,7 +46,7 @@ from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
-from shardstore.utils import extract_sharded_base
+from shardstore.utils import extract_sharded_base, extract_sharded_objects
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
@@ -410,10 +410,8 @@ def _read(context: LoadContext, request: _Request, matched: _Matched) -> StateDi
     with context.together():
         if not matched.for_tensors.can_handle_sharded_objects:
             validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
-            objects, tensors = extract_matching_values(
-                matched.wanted, lambda value: isinstance(value, ShardedObject)
-            )
-            loaded = matched.for_common.load_sharded_objects(cast(StateDict, objects), place)
+            objects, tensors = extract_sharded_objects(matched.wanted)
+            loaded = matched.for_common.load_sharded_objects(objects, place)
             state = merge(state, loaded)
     state = merge(state, matched.for_tensors.load(tensors, place))
     return request.adopted.restore(apply_factory_merges(state, request.factories))

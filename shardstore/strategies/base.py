@@ -5,10 +5,9 @@ The first look-up that needs a built-in strategy imports it.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +35,20 @@ async_calls = AsyncCallsQueue()
 """The queue of callers without their own queue."""
 
 _BUILTIN_STRATEGIES = {
-    "zarr": ("shardstore.strategies.zarr", "register_default_zarr_strategies"),
-    "torch": ("shardstore.strategies.common", "register_default_common_strategies"),
-    "json": ("shardstore.strategies.common", "register_default_common_strategies"),
-    "torch_dist": ("shardstore.dcp.torch_dist", "register_default_torch_dist_strategies"),
+    ("save_sharded", "zarr", 1): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
+    ("save_sharded", "zarr", 2): "shardstore.strategies.zarr:ZarrSaveShardedStrategy",
+    ("save_sharded", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistSaveShardedStrategy",
+    ("load_sharded", "zarr", 1): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
+    ("load_sharded", "zarr", 2): "shardstore.strategies.zarr:ZarrLoadShardedStrategy",
+    ("load_sharded", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistLoadShardedStrategy",
+    ("save_common", "torch", 1): "shardstore.strategies.common:TorchCommonSaveStrategy",
+    ("save_common", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonSaveStrategy",
+    ("load_common", "torch", 1): "shardstore.strategies.common:TorchCommonLoadStrategy",
+    ("load_common", "json", 1): "shardstore.strategies.common:JsonCommonLoadStrategy",
+    ("load_common", "torch_dist", 1): "shardstore.dcp.torch_dist:TorchDistCommonLoadStrategy",
 }
-"""Backend -> the module of its strategies, and the function there that registers them."""
+"""Value of a :class:`StrategyAction`, backend and version -> module and name of the class. The
+first look-up makes the strategy."""
 
 
 def get_default_strategy(
@@ -63,20 +70,25 @@ def get_default_strategy(
         CheckpointingException: none is registered for them; the text lists the registered ones.
     """
     known = default_strategies[action.value]
-    if (backend, version) not in known:
-        _register_builtin_strategies(backend)
+    builtin = {key[1:]: name for key, name in _BUILTIN_STRATEGIES.items() if key[0] == action.value}
+    offered = sorted({*known, *builtin}, key=str)
     if version is None:
-        version = max((number for name, number in known if name == backend), default=1)
-    if (backend, version) not in known:
-        for builtin in _BUILTIN_STRATEGIES:  # so that the text lists them all
-            with suppress(CheckpointingException):
-                _register_builtin_strategies(builtin)
+        version = max((number for name, number in offered if name == backend), default=1)
+    if (backend, version) not in offered:
         raise CheckpointingException(
             f"No default strategy is registered for action {action.value!r}, backend "
             f"{backend!r}, version {version!r}. Registered for {action.value!r}: "
-            f"{', '.join(map(str, sorted(known, key=str))) or 'none'}. Ask for one of these, pass "
-            "a strategy object, or register one with register_default_strategy."
+            f"{', '.join(map(str, offered))}. Ask for one of these, pass a strategy object, or "
+            "register one with register_default_strategy."
         )
+    if (backend, version) not in known:
+        try:
+            kind = pkgutil.resolve_name(builtin[backend, version])
+        except ImportError as error:
+            raise CheckpointingException(
+                f"the strategies of backend {backend!r} cannot be imported: {error}"
+            ) from error
+        known[backend, version] = kind(backend, version) if "SAVE" in action.name else kind()
     strategy: SaveStrategyBase | LoadStrategyBase = known[backend, version]
     return strategy
 
@@ -98,22 +110,6 @@ def register_default_strategy(
         strategy: the strategy object.
     """
     default_strategies[action.value][(backend, version)] = strategy
-
-
-def _register_builtin_strategies(backend: str) -> None:
-    """Register this package's strategies of a backend, unless others are registered."""
-    if backend not in _BUILTIN_STRATEGIES:
-        return
-    module_name, function_name = _BUILTIN_STRATEGIES[backend]
-    before = {action: dict(known) for action, known in default_strategies.items()}
-    try:
-        getattr(importlib.import_module(module_name), function_name)()
-    except ImportError as error:
-        raise CheckpointingException(
-            f"the strategies of backend {backend!r} cannot be imported: {error}"
-        ) from error
-    for action, known in before.items():
-        default_strategies[action].update(known)
 
 
 class LoadStrategyBase(ABC):

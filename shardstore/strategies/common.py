@@ -17,9 +17,7 @@ from typing import Any
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
-    CheckpointingException,
     DamagedCheckpointError,
-    KeyNameError,
     MissingKeyError,
     NotACheckpointError,
     UnsafeObjectError,
@@ -36,8 +34,6 @@ from shardstore.strategies.base import (
     LoadCommonStrategy,
     ReadsOwnFormat,
     SaveCommonStrategy,
-    StrategyAction,
-    register_default_strategy,
 )
 from shardstore.values import plain as plain_values
 from shardstore.values import record
@@ -68,33 +64,25 @@ def object_file(sharded: ShardedObject, suffix: str = ".pt") -> str:
     return f"{node_name(key)}/{shard}{suffix}"
 
 
-def object_document(sharded: ShardedObject) -> tuple[str, bytes]:
+def object_document(sharded: ShardedObject, *, as_json: bool = False) -> tuple[str, bytes]:
     """Return name and content of a sharded object's file.
+
+    Args:
+        sharded: the object.
+        as_json: make a JSON file, if the object has a JSON form.
 
     Raises:
         CheckpointingException: the object cannot be pickled.
     """
+    with suppress(plain_values.NotPlainError):
+        if as_json:
+            return object_file(sharded, ".json"), record.as_text(sharded.data)[1].encode()
     return object_file(sharded), _dumped(sharded.data, f"object {sharded.unique_key!r}")
-
-
-def value_document(sharded: ShardedObject) -> tuple[str, bytes]:
-    """Return name and content of a sharded object's JSON file. If the object has no JSON form,
-    return :func:`object_document`."""
-    try:
-        return object_file(sharded, ".json"), record.as_text(sharded.data)[1].encode()
-    except plain_values.NotPlainError:
-        return object_document(sharded)
 
 
 def _dumped(value: object, what: str) -> bytes:
     require_loadable(value, what)
-    try:
-        return dump_bytes(value)
-    except Exception as error:
-        raise CheckpointingException(
-            f"{what} cannot be pickled: {type(error).__name__}: {error}; keep such values out with "
-            "LocalNonpersistentObject"
-        ) from error
+    return dump_bytes(value)
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -167,8 +155,8 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
                 f"{stored.location.listing()[:8]}",
                 url=url,
             ) from None
-        checked = stored.check_file(COMMON_STATE_FNAME, data)
-        loaded = load_bytes(data, url, checked=checked)
+        stored.check_file(COMMON_STATE_FNAME, data)
+        loaded = load_bytes(data, url)
         if not isinstance(loaded, dict):
             raise DamagedCheckpointError(
                 f"{url} holds a {type(loaded).__name__}, not a dict", url=url
@@ -196,9 +184,6 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
                 values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
 
         objects = list(nested_values(sharded_objects_state_dict))
-        for sharded in objects:
-            if not isinstance(sharded, ShardedObject):
-                raise CheckpointingException(f"{type(sharded).__name__} is not a ShardedObject")
         run_batched(objects, load, threads=1 if stored.location.is_local else READ_TOGETHER)
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
@@ -209,11 +194,9 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         """Return unique key -> ShardedObject without data, for each stored object."""
         found: ShardedStateDict = {}
         for unique_key in context_of(checkpoint_dir).stored.object_files():
-            try:
+            with suppress(ValueError):  # another program's file
                 sharded = ShardedObject.empty_from_unique_key(unique_key)
-            except (KeyNameError, ValueError):
-                continue
-            found[sharded.unique_key] = sharded
+                found[sharded.unique_key] = sharded
         return found
 
 
@@ -239,9 +222,7 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
             raise NotACheckpointError(
                 f"{url}/zarr.json is missing: {url} is not a complete checkpoint", url=url
             )
-        found = record.StateRecord.from_root(stored.root.attributes, url)
-        if found is None:
-            return {}
+        found = record.StateRecord.from_root(stored.root.attributes, url) or record.StateRecord()
         wanted = {key: ShardedObject(key, None, (1,), (0,)) for key in found.files}
         return found.nested(url, self.load_sharded_objects(wanted, checkpoint_dir))
 
@@ -258,17 +239,14 @@ def _read_file(
             return name, data
     for name in names:
         stored.check_file(name, None)
-    raise _missing(stored.location, sharded)
-
-
-def _missing(location: Location, sharded: ShardedObject) -> MissingKeyError:
-    beside = [n for n in location.listing(node_name(sharded.key)) if is_object_file(n)][:4]
-    hint = f"; stored parts of this key: {beside}" if beside else "; no part of this key is stored"
-    return MissingKeyError(
-        f"object {sharded.unique_key!r} is not in the checkpoint {location.url}{hint}. Sharded "
+    url = stored.location.url
+    beside = [n for n in stored.location.listing(node_name(sharded.key)) if is_object_file(n)][:4]
+    hint = f"stored parts of this key: {beside}" if beside else "no part of this key is stored"
+    raise MissingKeyError(
+        f"object {sharded.unique_key!r} is not in the checkpoint {url}; {hint}. Sharded "
         "objects cannot be loaded under another sharding",
         key=sharded.key,
-        url=location.url,
+        url=url,
     )
 
 
@@ -294,11 +272,3 @@ def require_same_content(stored: StoredCheckpoint, common: bytes) -> None:
             document = json.loads(json.dumps(value, allow_nan=False))
             if not isinstance(copy, dict) or copy.get(str(name), ...) != document:
                 raise root.damaged(f"has another content_metadata[{name!r}] than common.pt")
-
-
-def register_default_common_strategies() -> None:
-    """Register the default strategies of the common part."""
-    save, load = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON
-    register_default_strategy(save, BACKEND, VERSION, TorchCommonSaveStrategy())
-    register_default_strategy(load, BACKEND, VERSION, TorchCommonLoadStrategy())
-    register_default_strategy(load, record.BACKEND, record.VERSION, JsonCommonLoadStrategy())

@@ -5,10 +5,10 @@ One rank saves each shard, or reads it and sends it to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,7 +24,6 @@ from shardstore.exchange_utils import (
 )
 from shardstore.loading.context import context_of, using
 from shardstore.mapping import (
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
@@ -43,8 +42,6 @@ from shardstore.utils import (
     _ShardId,
     sharded_tensors_of,
 )
-
-T = TypeVar("T", bound=ShardedBase)
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
@@ -173,22 +170,26 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
                 return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
         distribution = self.apply_loading_parallelization(sharded_state_dict)
         assert distribution is not None  # there is more than one rank
-        values = list(nested_values(sharded_state_dict))
-        tensors, others = _by_reader(values, ShardedTensor, _sharded_tensor_shard_id)
-        held = values if self.can_handle_sharded_objects else []
-        objects, _ = _by_reader(held, ShardedObject, _sharded_object_id)
+        kinds = (ShardedTensor, ShardedObject) if self.can_handle_sharded_objects else ShardedTensor
+        mine: dict[_ShardId, ShardedTensor | ShardedObject] = {}
+        others: dict[_ShardId, ShardedTensor] = {}
+        for item in nested_values(sharded_state_dict):
+            if isinstance(item, kinds) and is_main_replica(item.replica_id):
+                mine.setdefault(_id_of(item), item)
+            elif isinstance(item, ShardedTensor):
+                others.setdefault(_id_of(item), item)
         # Also for an empty request, because a strategy may wait for all ranks.
-        wanted = {str(n): item for n, item in enumerate([*tensors.values(), *objects.values()])}
+        wanted = {str(n): item for n, item in enumerate(mine.values())}
         group = None if self.can_handle_sharded_objects else self.parallelization_group
         with raise_together(group, f"Loading from {checkpoint_dir}"):
             loaded = self.base_strategy.load(wanted, checkpoint_dir)
-            mine = {shard_id: loaded[str(n)] for n, shard_id in enumerate([*tensors, *objects])}
-        own = {shard_id: mine[shard_id] for shard_id in tensors}
-        shared = exchange_by_distribution(own, others, distribution, self.parallelization_group)
+            values = {shard_id: loaded[str(n)] for n, shard_id in enumerate(mine)}
+        tensors = {key: values.pop(key) for key in mine if isinstance(mine[key], ShardedTensor)}
+        others = {key: item for key, item in others.items() if key not in tensors}
+        shared = exchange_by_distribution(tensors, others, distribution, self.parallelization_group)
         state: StateDict = dict(dict_list_map_outplace(lambda value: value, sharded_state_dict))
         if self.can_handle_sharded_objects:
-            own = {shard_id: mine[shard_id] for shard_id in objects}
-            found = exchange_loaded_objects_gather_object(own)
+            found = exchange_loaded_objects_gather_object(values)
             self.fill_in_deferred_sharded_objects(state, found)
         self.fill_in_deferred_sharded_tensors(state, shared)
         return state
@@ -206,13 +207,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Raises:
             CheckpointingException: no value was loaded for an object.
         """
-
-        def filled(value: Any) -> Any:
-            if not isinstance(value, ShardedObject):
-                return value
-            return _found(value, _sharded_object_id(value), loaded_objects)
-
-        dict_list_map_inplace(filled, sharded_state_dict)
+        _fill_in(sharded_state_dict, ShardedObject, loaded_objects)
 
     @staticmethod
     def fill_in_deferred_sharded_tensors(
@@ -228,13 +223,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Raises:
             CheckpointingException: no tensor was loaded for a shard.
         """
-
-        def filled(value: Any) -> Any:
-            if not isinstance(value, ShardedTensor):
-                return value
-            return _in_place(value, _found(value, _sharded_tensor_shard_id(value), loaded_tensors))
-
-        dict_list_map_inplace(filled, sharded_state_dict)
+        _fill_in(sharded_state_dict, ShardedTensor, loaded_tensors)
 
     def apply_loading_parallelization(
         self, sharded_state_dict: ShardedStateDict
@@ -343,27 +332,34 @@ def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: 
     return not any_rank(local != described or own != expected, group)
 
 
-def _by_reader(
-    values: Iterable[Any], kind: type[T], shard_id_of: Callable[[T], _ShardId]
-) -> tuple[dict[_ShardId, T], dict[_ShardId, T]]:
-    """Return the items of a type that this rank loads, and those that others load for it, by id."""
-    mine: dict[_ShardId, T] = {}
-    others: dict[_ShardId, T] = {}
-    for item in (value for value in values if isinstance(value, kind)):
-        chosen = mine if is_main_replica(item.replica_id) else others
-        chosen.setdefault(shard_id_of(item), item)
-    return mine, {shard_id: item for shard_id, item in others.items() if shard_id not in mine}
+def _id_of(item: ShardedTensor | ShardedObject) -> _ShardId:
+    """Return the identity of a shard, the same for its replicas on all ranks."""
+    if isinstance(item, ShardedObject):
+        return _sharded_object_id(item)
+    return _sharded_tensor_shard_id(item)
 
 
-def _found(wanted: ShardedBase, shard_id: _ShardId, loaded: Mapping[_ShardId, Any]) -> Any:
-    """Return the loaded value of an item."""
-    if shard_id not in loaded:
-        raise CheckpointingException(
-            f"{type(wanted).__name__} {shard_id} was not loaded, because no rank has its main "
-            f"replica: {wanted.without_data()}",
-            key=wanted.key,
-        )
-    return loaded[shard_id]
+def _fill_in(
+    state_dict: ShardedStateDict,
+    kind: type[ShardedTensor | ShardedObject],
+    loaded: Mapping[_ShardId, Any],
+) -> None:
+    """Replace each item of a type by the value loaded for it, in place."""
+
+    def filled(value: Any) -> Any:
+        if not isinstance(value, kind):
+            return value
+        shard_id = _id_of(value)
+        if shard_id not in loaded:
+            raise CheckpointingException(
+                f"{kind.__name__} {shard_id} was not loaded, because no rank has its main "
+                f"replica: {value.without_data()}",
+                key=value.key,
+            )
+        found = loaded[shard_id]
+        return _in_place(value, found) if isinstance(value, ShardedTensor) else found
+
+    dict_list_map_inplace(filled, state_dict)
 
 
 def _in_place(wanted: ShardedTensor, loaded: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ contains no pickles, see :mod:`shardstore.values.plain`.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import as_damage
@@ -89,22 +89,17 @@ class StateRecord:
         Raises:
             DamagedCheckpointError: a value cannot be decoded, or paths contradict each other.
         """
-        state: StateDict = {}
         known = {**{key: self.value(key, url) for key in self.values}, **objects}
         with as_damage(url, f"{url}/zarr.json: the paths of the state dict contradict each other"):
-            for key, value in known.items():
-                _set(state, self.paths.get(key, (key,)), value)
-            return self._restored(state, known)
-
-    def _restored(self, state: StateDict, known: Container[str]) -> StateDict:
-        mixed = {
-            path[:i]
-            for key, path in self.paths.items()
-            if key not in known
-            for i, name in enumerate(path)
-            if isinstance(name, int)
-        }
-        return {name: _lists_restored(value, (name,), mixed) for name, value in state.items()}
+            mixed = {
+                path[:i]
+                for key, path in self.paths.items()
+                if key not in known
+                for i, name in enumerate(path)
+                if isinstance(name, int)
+            }
+            by_path = {self.paths.get(key, (key,)): value for key, value in known.items()}
+            return dict(_nested(by_path, (), mixed))
 
 
 def state_path(path: Any) -> StatePath:
@@ -118,39 +113,28 @@ def state_path(path: Any) -> StatePath:
     return tuple(path)
 
 
-class _Listed(dict[int, Any]):
-    """A list under construction, by index."""
+def _nested(values: Mapping[StatePath, Any], place: StatePath, mixed: Container[StatePath]) -> Any:
+    """Return the dict or list at a place in the state dict, from its values by relative path."""
+    below: defaultdict[str | int, dict[StatePath, Any]] = defaultdict(dict)
+    for path, value in values.items():
+        below[path[0]][path[1:]] = value
+    made: dict[str | int, Any] = {}
+    for name, inner in below.items():
+        if () in inner:
+            (made[name],) = inner.values()
+        else:
+            made[name] = _nested(inner, (*place, name), mixed)
+    # A dict with integer keys has the same paths as a list.
+    is_list = place and place not in mixed and made.keys() == set(range(len(made)))
+    return [made[i] for i in range(len(made))] if is_list else made
 
 
-def _set(state: dict[Any, Any], path: StatePath, value: Any) -> None:
-    place: dict[Any, Any] = state
-    for name, following in pairwise(path):
-        fresh: dict[Any, Any] = _Listed() if isinstance(following, int) else {}
-        place = place.setdefault(name, fresh)
-    place[path[-1]] = value
-
-
-def _lists_restored(state: Any, path: StatePath, mixed: Container[StatePath]) -> Any:
-    if not isinstance(state, dict) or type(state) not in (dict, _Listed):
-        return state
-    items = {name: _lists_restored(value, (*path, name), mixed) for name, value in state.items()}
-    if type(state) is dict or path in mixed or sorted(items) != list(range(len(items))):
-        # A dict with integer keys has the same paths as a list.
-        return items
-    return [items[i] for i in range(len(items))]
-
-
-def as_json(value: object) -> Any:
-    """Return the JSON form of a value.
+def as_text(value: object) -> tuple[Any, str]:
+    """Return the JSON form of a value, and its text.
 
     Raises:
         NotPlainError: the value has no JSON form.
     """
-    return as_text(value)[0]
-
-
-def as_text(value: object) -> tuple[Any, str]:
-    """Return the JSON form of a value, and its text. Raises the errors of :func:`as_json`."""
     try:
         document = plain_values.encode(value)
         return document, json.dumps(document, allow_nan=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import zipfile
 import zlib
 
@@ -50,23 +51,16 @@ class Records:
             raise ValueError(f"record {name} is compressed")
         # The local header has 30 bytes, the name, and an extra field. Only it holds their lengths.
         self._file.seek(entry.header_offset + 26)
-        header = self._file.read(4)
-        lengths = int.from_bytes(header[:2], "little") + int.from_bytes(header[2:], "little")
-        return entry.header_offset + 30 + lengths
+        lengths: tuple[int, int] = struct.unpack("<HH", self._file.read(4))
+        return entry.header_offset + 30 + sum(lengths)
 
-    def read(self, name: str, default: bytes | None = None) -> bytes | bytearray:
+    def read(self, name: str) -> bytearray:
         """Return the content of a record.
-
-        Args:
-            name: name of the record.
-            default: returned if there is no such record; ``None`` raises an error then.
 
         Raises:
             KeyError: there is no such record.
             ValueError: the record is compressed or truncated.
         """
-        if default is not None and name not in self.entries:
-            return default
         self._file.seek(self.start(name))
         found = bytearray(self.entries[name].file_size)
         if self._file.readinto(found) != len(found):

@@ -24,7 +24,9 @@ import uuid
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -78,6 +80,17 @@ class _Unfilled:
     def __init__(self, fill: Callable[[Any], Any]) -> None:
         self.fill = fill
         self.number: int | None = None
+
+
+class _Name:
+    """A name in a pickle that is no value.
+
+    Args:
+        meaning: the function to call, or the data type of a storage.
+    """
+
+    def __init__(self, meaning: Any) -> None:
+        self.meaning = meaning
 
 
 class _Memo(dict[int, Any]):
@@ -157,9 +170,9 @@ def _sparse(layout: torch.layout, data: Sequence[Any]) -> torch.Tensor:
     return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True)
 
 
-def _subclassed(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
-    _require(rebuild in _REBUILD, "a tensor")
-    return torch._tensor._rebuild_from_type_v2(rebuild, kind, args, state)  # type: ignore[no-untyped-call]
+def _subclassed(rebuild: _Name, kind: Any, args: Any, state: Any) -> Any:
+    _require(type(rebuild) is _Name and rebuild.meaning in _REBUILD, "a tensor")
+    return torch._tensor._rebuild_from_type_v2(rebuild.meaning, kind, args, state)  # type: ignore[no-untyped-call]
 
 
 def _member(kind: Any, name: str) -> enum.Enum:
@@ -259,12 +272,13 @@ class _Unpickler(BoundedUnpickler):
         self._allowed = cast(Any, _weights_only_unpickler)._get_user_allowed_globals()
         self._allowed_ids = {id(value) for value in self._allowed.values()}
         self._unfilled = 0
+        self._names: WeakValueDictionary[str, _Name] = WeakValueDictionary()
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         full = _full_name(module, name)
-        if full in _KNOWN:
-            return _KNOWN[full]
+        if (known := _KNOWN.get(full)) is not None:
+            return known if isinstance(known, type) else self._named(full, known)
         if full in self._allowed and module not in _BLOCKED:
             return self._allowed[full]
         for kind in self._allowed.values():  # members that Python 3.11.0 to 3.11.3 store by name
@@ -273,18 +287,22 @@ class _Unpickler(BoundedUnpickler):
                 if type(member) is kind:
                     return member
         if full == "builtins.getattr":
-            return _member
+            return self._named(full, _member)
         if full == "torch.storage.UntypedStorage":
-            return torch.uint8
+            return self._named(full, torch.uint8)
         if module in ("torch", "torch.cuda") and name.endswith("Storage"):
-            return cast(Any, torch.serialization).StorageType(name).dtype
+            return self._named(full, cast(Any, torch.serialization).StorageType(name).dtype)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         remedy = f"allow it before loading: torch.serialization.add_safe_globals([{full}])"
         raise _RefusedError(f"class {full}, which was not allowed to be loaded", remedy)
 
+    def _named(self, full: str, meaning: Any) -> _Name:
+        return self._names.setdefault(full, _Name(meaning))
+
     def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, name, _, count = pid
+        kind, of, name, _, count = pid
+        dtype: Any = of.meaning if type(of) is _Name else None
         fits = isinstance(dtype, torch.dtype) and type(count) is int and count >= 0
         _require(kind == "storage" and fits, "a storage")
         if name not in self._storages:
@@ -296,25 +314,23 @@ class _Unpickler(BoundedUnpickler):
 
     def load(self) -> Any:
         value = super().load()
+        self.memo.clear()
+        for held in self._names:  # whatever is not in the value has gone
+            remedy = "read the file by torch.load(..., weights_only=False)"
+            raise _RefusedError(f"{held} as a value, which is not loaded", remedy)
         _require(self._unfilled == 0, "a value that is never filled")
         return value
 
-    def _make(self, kind: Any, args: tuple[Any, ...], *, new: bool) -> Any:
+    def _make(self, *, new: bool) -> None:
+        args, kind = self.stack.pop(), self.stack[-1]
         if id(kind) in self._allowed_ids:
-            return kind.__new__(kind, *args) if new else kind(*args)
-        maker = _MAKERS.get(kind, kind)
-        _require(isinstance(maker, types.FunctionType), "a call")
-        made = maker(*args)
-        self._unfilled += type(made) is _Unfilled
-        return made
-
-    def _reduce(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self._make(self.stack[-1], args, new=False)
-
-    def _newobj(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self._make(self.stack[-1], args, new=True)
+            made = kind.__new__(kind, *args) if new else kind(*args)
+        else:
+            maker: Any = kind.meaning if type(kind) is _Name else _MAKERS.get(kind)
+            _require(isinstance(maker, types.FunctionType), "a call")
+            made = maker(*args)
+            self._unfilled += type(made) is _Unfilled
+        self.stack[-1] = made
 
     def _build(self) -> None:
         target, state = self.stack[-2:]
@@ -334,21 +350,16 @@ class _Unpickler(BoundedUnpickler):
     dispatch: ClassVar[dict[int, Any]] = {
         **BoundedUnpickler.dispatch,
         **{code[0]: _filling(code[0], depth) for code, depth in _FILLING.items()},
-        pickle.REDUCE[0]: _reduce,
-        pickle.NEWOBJ[0]: _newobj,
+        pickle.REDUCE[0]: partial(_make, new=False),
+        pickle.NEWOBJ[0]: partial(_make, new=True),
         pickle.BUILD[0]: _build,
     }
 
 
 def dump_bytes(value: object) -> bytes:
-    """Return a value as ``torch.save`` writes it, with checksums."""
+    """Return a value as ``torch.save`` writes it."""
     out = io.BytesIO()
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # a program may have switched them off
-    try:
-        torch.save(value, out)
-    finally:
-        torch.serialization.set_crc32_options(before)
+    torch.save(value, out)
     return out.getvalue()
 
 
@@ -357,7 +368,6 @@ def load_bytes(
     url: str,
     key: str | None = None,
     *,
-    checked: bool = False,
     meta: bool = False,
 ) -> Any:
     """Load a file of ``torch.save`` without running code from it.
@@ -366,7 +376,6 @@ def load_bytes(
         data: the content of the file; or the open file, whose checksums are not verified.
         url: URL of the file, for error texts.
         key: key of the object in the file, for error texts.
-        checked: whether the caller has verified the content; its checksums are not verified again.
         meta: whether tensors are on the device ``meta``, without memory.
 
     Raises:
@@ -376,8 +385,7 @@ def load_bytes(
     about = f" (object {key!r})" if key is not None else ""
     with as_damage(url, f"{url}{about} cannot be read", key):
         if isinstance(data, bytes):
-            if not checked:
-                verify_archive(data)
+            verify_archive(data)
             data = io.BytesIO(data)
         try:
             return _unpickled(data, meta=meta)
@@ -392,7 +400,8 @@ def load_bytes(
 
 def _unpickled(data: Stream, *, meta: bool = False) -> Any:
     records = Records(data)
-    _require(records.read("byteorder", b"little") == b"little", "its byte order")
+    is_little = "byteorder" not in records.entries or records.read("byteorder") == b"little"
+    _require(is_little, "its byte order")
 
     def storage(name: str, nbytes: int) -> torch.UntypedStorage:
         if meta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import datetime
 import decimal
@@ -27,6 +28,7 @@ import numpy as np
 import pytest
 import torch
 
+import shardstore
 from shardstore.dcp.files import DcpFiles
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, UnsafeObjectError
 from shardstore.storage.stores.location import Location
@@ -371,6 +373,13 @@ class Held:
         self.value = value
 
 
+class Holding:
+    """A class that holds any value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Items(list[int]):
     """Another one, which has to be filled."""
 
@@ -386,6 +395,34 @@ def test_what_the_program_allows(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([os.mkdir]), pytest.raises(UnsafeObjectError):
         load_bytes(dump_bytes(Call(os.mkdir, str(tmp_path / "never"))), "/place/common.pt")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("held", "name"),
+    [
+        (getattr, "builtins.getattr"),
+        (codecs.encode, "_codecs.encode"),
+        (np.arange(1).__reduce__()[0], "_reconstruct"),
+        (torch._utils._rebuild_tensor_v2, "_rebuild_tensor_v2"),
+        (torch.FloatStorage, "torch.FloatStorage"),
+    ],
+)
+def test_a_value_is_no_function_that_takes_the_place_of_its_name(held: Any, name: str) -> None:
+    """Functions of ours take the place of these names if a file calls them."""
+    for value in (Holding(held), [(held,), torch.ones(2), np.ones(2)], {"key": {held}}):
+        with (
+            torch.serialization.safe_globals([Holding]),
+            pytest.raises(UnsafeObjectError, match=rf"needs \S*{name} as a value"),
+        ):
+            load_bytes(dump_bytes(value), "/place/common.pt")
+
+
+def test_a_save_refuses_a_value_that_is_such_a_function(tmp_path: Path) -> None:
+    with (
+        torch.serialization.safe_globals([Holding]),
+        pytest.raises(CheckpointingException, match=r"'args\.hook'.*builtins\.getattr as a value"),
+    ):
+        shardstore.save({"args": {"hook": Holding(getattr)}}, tmp_path / "c")
 
 
 def test_metadata_of_dcp_still_loads(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ assert base.get_default_strategy(A.SAVE_SHARDED, "zarr", 2) is mine
 
 
 def test_builtin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base._BUILTIN_STRATEGIES, "nothing", ("shardstore.no_such_module", ""))
+    key = "load_common", "nothing", 1
+    monkeypatch.setitem(base._BUILTIN_STRATEGIES, key, "shardstore.no_such_module:Strategy")
     with pytest.raises(CheckpointingException, match=r"shardstore\.no_such_module"):
         base.get_default_strategy(StrategyAction.LOAD_COMMON, "nothing", 1)
 
