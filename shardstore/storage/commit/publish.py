@@ -28,7 +28,7 @@ from shardstore.storage.format.names import CONFIG_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.parallel import run_together
+from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions
 
 CONFIG = "config"
@@ -106,10 +106,8 @@ class Files:
 
     def flush_beside(self, work: Callable[[], None]) -> None:
         """Write the collected files while ``work`` runs. Raises the errors of :meth:`put`."""
-        if self._kept:
-            run_together(self.flush, work)
-        else:
-            work()
+        jobs = [self.flush, work] if self._kept else [work]
+        run_batched(jobs, lambda batch: batch[0](), threads=len(jobs))
 
     def flush(self) -> None:
         """Write the collected files. Raises the errors of :meth:`put`."""

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shardstore.storage.movers.chunk_bytes import free_scratch
 
@@ -119,23 +119,6 @@ def run_batched(
     free_scratch()
     if failures:
         raise failures[0]
-
-
-def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:
-    """Call all jobs at once, each in a thread, and return their results in order. The jobs should
-    wait for I/O, not compute.
-
-    Raises:
-        BaseException: the first error that a job raised; all threads have ended.
-    """
-    found: list[Any] = [None] * len(jobs)
-
-    def work(numbers: Sequence[int]) -> None:
-        for number in numbers:
-            found[number] = jobs[number]()
-
-    run_batched(range(len(jobs)), work, threads=len(jobs))
-    return tuple(found)
 
 
 def in_rounds(
