@@ -80,19 +80,15 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
 
 def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> Any:
     keep_quiet_about(options)
+    if is_s3 and (wrong := s3.problem_of(options, os.environ)):
+        raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
+    given = s3.s3fs_options(options) if is_s3 else options
     try:
-        given = dict(options)
-        if is_s3:
-            if wrong := s3.problem_of(options, os.environ):
-                raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
-            given = s3.s3fs_options(options)
         made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
         # A listing of the claims decides who owns a target, so it must not come from a cache. Not
         # all file systems have an option for this.
         made.dircache = DirCache(use_listings_cache=False)
         return made
-    except CheckpointingException:
-        raise
     except (TypeError, ValueError) as error:
         if "rotocol not known" in str(error):
             raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
