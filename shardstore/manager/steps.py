@@ -308,15 +308,16 @@ def what_is_missing(place: Location) -> str | None:
     if root is None or manifest is None:
         return None
     listed = {} if place.is_local else {name: about for name, *about in place.remote.details()}
-    expected: list[tuple[str, int | None, str]]  # name, size and description of each file
-    expected = [(name, None, name) for name in (CONFIG_NAME, *root.file_sums)]
-    for meta in arrays.values():
-        if (rows := manifest.rows(meta)) is not None:  # else another program rewrote it
-            for number, size in enumerate(rows.stored.tolist()):
-                index = meta.grid.index_at(number)
-                what = f"chunk {index} of key {meta.key!r}"
-                expected.append((meta.chunk_name(index), size, what))
-    for name, size, what in expected:
+
+    def expected() -> Iterator[tuple[str, int | None, str]]:  # name, size and description
+        yield from ((name, None, name) for name in (CONFIG_NAME, *root.file_sums))
+        for meta in arrays.values():
+            if (rows := manifest.rows(meta)) is not None:  # else another program rewrote it
+                for number, size in enumerate(rows.stored.tolist()):
+                    index = meta.grid.index_at(number)
+                    yield meta.chunk_name(index), size, f"chunk {index} of key {meta.key!r}"
+
+    for name, size, what in expected():
         stamp = place.stamp(name) if place.is_local else listed.get(name)
         if stamp is None:
             return f"{what} is missing: {place.url}/{name}"
