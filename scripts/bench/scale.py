@@ -125,7 +125,7 @@ def _commit(place: Path, world: int, tensors: int, chunks: int) -> Figures:
     from shardstore.storage.stores.location import Location
 
     reports = _reports(world, tensors, chunks)
-    attempt = commit.begin(Location.of(place))
+    attempt = commit.begin(Location.of(place), SaveOptions())
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()

@@ -242,7 +242,7 @@ def detect(place: Location) -> str:
     if is_file_name(place.name) or (place.is_local and place.path.is_file()):
         return "safetensors"
     names = place.listing()
-    if not names and not (place.is_local and place.is_dir()):
+    if not names and not place.is_dir():
         raise place.error(" does not exist", NotACheckpointError)
     config = maybe_load_config(place.place)
     if config is not None and config.sharded_backend == "torch_dist":

@@ -125,7 +125,7 @@ class FileTarget(Target):
     """
 
     def __init__(self, work: Location, goal: Location, last: str, ours: str) -> None:
-        is_empty = goal.is_local and goal.is_dir() and not goal.listing()
+        is_empty = goal.is_dir() and not goal.listing()
         if goal.exists("" if goal.is_local else last) and not is_empty:
             raise _exists(goal)
         self._at = work if goal.is_local or not last else goal
@@ -174,7 +174,7 @@ class FileTarget(Target):
         """Rename or copy a finished folder or file to the target. Raises the errors of
         :meth:`complete`."""
         with store_errors("putting the result at", self._goal.url):
-            if self._goal.is_local and self._goal.is_dir() and not self._goal.listing():
+            if self._goal.is_dir() and not self._goal.listing():
                 self._goal.path.rmdir()
             if self._goal.exists():
                 raise _exists(self._goal)

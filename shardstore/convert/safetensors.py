@@ -106,7 +106,7 @@ class SafetensorsSource:
     def _add(self, name: str, weight_map: Mapping[str, str] | None) -> None:
         """Add the tensors and the metadata of a file."""
         folder, path = self.place, f"{self.place.url}/{name}"
-        size = folder.size(name) or 0
+        size, _ = folder.stamp(name) or (0, None)
         length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise _damaged(path, f"a header of {length} bytes in a file of {size}")
@@ -207,7 +207,7 @@ def _named(place: Location) -> tuple[Location, str]:
     """
     if is_file_name(place.name):
         folder = Location(place.url.rpartition("/")[0], place.options)
-        if not place.is_local or not place.is_dir():
+        if not place.is_dir():
             return folder, place.name
     names = place.listing()
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]

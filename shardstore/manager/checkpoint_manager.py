@@ -397,11 +397,11 @@ class CheckpointManager:
         check = partial(_damage_of, callback=callback) if verify_first else lambda _: None
         infos: dict[int, StepInfo] = {}  # all steps, on rank 0
         damaged: dict[int, str] = {}
-        found: dict[int, str] = {}  # by rank 0 alone, before a load
-        tried = _candidates(steps, infos, step, check, damaged, found)
+        tried = _candidates(steps, infos, step, check, damaged)
 
         def decide(_: list[bytes]) -> bytes:
-            return json.dumps([next(tried), list(found.items()), bool(discard_later)]).encode()
+            chosen, found = next(tried)
+            return json.dumps([chosen, list(found.items()), bool(discard_later)]).encode()
 
         def skip(number: int, text: str) -> None:
             damaged[number] = text
@@ -501,11 +501,10 @@ def _candidates(
     wanted: int | None,
     check: Callable[[Location], str | None],
     damaged: Mapping[int, str],
-    found: dict[int, str],
-) -> Generator[int | None, None, None]:
+) -> Generator[tuple[int | None, Mapping[int, str]], None, None]:
     """Yield the steps to load, on rank 0: only ``wanted``, or all of them, the newest first (see
-    :func:`branches`). A step is not deleted until the next is requested. Yield ``None`` if there
-    are no steps.
+    :func:`branches`), each with the steps that ``check`` found damaged, with texts. A step is not
+    deleted until the next is requested. Yield ``None`` if there are no steps.
 
     Args:
         steps: the steps of the run.
@@ -513,20 +512,20 @@ def _candidates(
         wanted: number of the only step to consider.
         check: verifies a step; returns a text of its damage.
         damaged: the steps that all ranks know to be damaged, with texts.
-        found: receives the steps that ``check`` finds damaged, with texts.
 
     Raises:
         NotACheckpointError: the wanted step does not exist.
         DamagedCheckpointError: every step is damaged.
     """
     infos.update(steps.infos())
+    found: dict[int, str] = {}
     current, abandoned = branches(infos)
     for step in [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]:
         with steps.using([step]):
             if step not in infos or not is_checkpoint(steps.place(step)):
                 continue  # deleted since it was listed
             if (text := check(steps.place(step))) is None:
-                yield step
+                yield step, found
             else:
                 found[step] = text
     if known := {**damaged, **found}:
@@ -542,7 +541,7 @@ def _candidates(
             f"{', '.join(map(str, infos)) or 'none'}",
             url=steps.url(wanted),
         )
-    yield None
+    yield None, found
 
 
 def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:

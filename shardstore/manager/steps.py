@@ -307,25 +307,22 @@ def what_is_missing(place: Location) -> str | None:
         return str(error)
     if root is None or manifest is None:
         return None
-    listed = {} if place.is_local else {name: size for name, size, _ in place.remote.details()}
+    listed = {} if place.is_local else {name: about for name, *about in place.remote.details()}
 
-    def problem(name: str, wanted: int | None = None) -> str | None:
-        found = place.size(name) if place.is_local else listed.get(name)
-        if found is None:
-            return "is missing"
-        return None if wanted in (None, found) else f"has {found} bytes, not {wanted}"
+    def expected() -> Iterator[tuple[str, int | None, str]]:  # name, size and description
+        yield from ((name, None, name) for name in (CONFIG_NAME, *root.file_sums))
+        for meta in arrays.values():
+            if (rows := manifest.rows(meta)) is not None:  # else another program rewrote it
+                for number, size in enumerate(rows.stored.tolist()):
+                    index = meta.grid.index_at(number)
+                    yield meta.chunk_name(index), size, f"chunk {index} of key {meta.key!r}"
 
-    for name in (CONFIG_NAME, *root.file_sums):
-        if text := problem(name):
-            return f"{place.url}/{name} {text}"
-    for meta in arrays.values():
-        if (rows := manifest.rows(meta)) is None:
-            continue  # rewritten by another program
-        for number, wanted in enumerate(rows.stored.tolist()):
-            index = meta.grid.index_at(number)
-            name = meta.chunk_name(index)
-            if text := problem(name, wanted):
-                return f"chunk {index} of key {meta.key!r} {text}: {place.url}/{name}"
+    for name, size, what in expected():
+        stamp = place.stamp(name) if place.is_local else listed.get(name)
+        if stamp is None:
+            return f"{what} is missing: {place.url}/{name}"
+        if size not in (None, stamp[0]):
+            return f"{what} has {stamp[0]} bytes, not {size}: {place.url}/{name}"
     return None
 
 

@@ -31,9 +31,10 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, S
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.replicas import Offer
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.base import BaseChunks, ReusingMover, read_base
+from shardstore.storage.commit.base import ReusingMover, read_base
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports, write_documents
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
@@ -173,8 +174,9 @@ class SaveSession:
         self.files = Files(attempt, self.manifest, part.options.budget_bytes)
         callback = callback_of(part.options.progress, shows=ranks.is_coordinator)
         self.meter = Meter("save", part.target.url, callback)
-        documents = agreed.base_documents or {}
-        self.base = None if part.base is None else BaseChunks(part.base, documents)
+        self.base = None
+        if part.base is not None:
+            self.base = StoredCheckpoint(part.base, documents=agreed.base_documents)
         self.shared = replicas.accepted(
             part.tensors, part.options.replica_group, agreed.shares, ranks.rank
         )
@@ -323,7 +325,7 @@ class SaveSession:
         mover = Mover(self.attempt.location, self.options, self.attempt)
         if self.base is None:
             return mover
-        return ReusingMover(mover, self.base, self.attempt, self.manifest, self.options)
+        return ReusingMover(mover, self.base, self.attempt, self.manifest)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> None:
         """Write chunks, at the same time as other pending files, and add them to the manifest.
@@ -414,8 +416,8 @@ class SaveSession:
     def _report(self) -> bytes:
         """End the writing, and return this rank's manifest for the coordinator."""
         self.files.flush()
-        if self.base is not None:
-            self.base.warn()
+        if isinstance(self.mover, ReusingMover):
+            self.mover.warn()
         self.meter.enter("commit")
         if self.ranks.is_coordinator:
             return b""  # the coordinator's own manifest is not sent

@@ -502,7 +502,7 @@ def load_zarr_based_sharded_metadata(
     for node in root.listing():
         # Megatron-Core's locks are empty documents.
         names = [f"{node}/zarr.json", f"{node}/.zarray"]
-        if not root.is_dir(node) or not any(root.read_many(names)):
+        if not any(root.read_many(names)):
             continue
         key = key_of(node) or read_array_meta(root, node).key
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))

@@ -21,7 +21,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base as base_chunks
 from shardstore.storage.commit import folder
-from shardstore.storage.commit.base import BaseChunks, ReusingMover, read_base
+from shardstore.storage.commit.base import ReusingMover, read_base
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
@@ -121,12 +121,11 @@ def test_nobody_writes_into_what_is_linked(tmp_path: Path) -> None:
     save(tensor(1), str(tmp_path / "a"))
     base = Location.of(tmp_path / "a")
     before = base.read("w/c.2.0")
-    attempt = folder.begin(Location.of(tmp_path / "b"))
+    attempt = folder.begin(Location.of(tmp_path / "b"), SaveOptions())
     array = StoredCheckpoint(base).arrays["w"]
-    mover, texts = Mover(attempt.location, SaveOptions(), attempt), read_base(base)
-    links = ReusingMover(
-        mover, BaseChunks(base, texts), attempt, RankManifest(0), SaveOptions(threads=1)
-    )
+    mover = Mover(attempt.location, SaveOptions(threads=1), attempt)
+    stored = StoredCheckpoint(base, documents=read_base(base))
+    links = ReusingMover(mover, stored, attempt, RankManifest(0))
     assert links._taken_over(ChunkWrite(array, (2, 0), tensor(1)[2:3].numpy()))
     assert (attempt.location.path / "w" / "c.2.0").stat().st_nlink == 2
     mover.write([ChunkWrite(array, (2, 0), tensor(2)[2:3].numpy())], lambda *_: None)

@@ -123,7 +123,7 @@ def test_the_commit_has_the_size_of_each_compressed_chunk(
                 name = array.chunk_name(array.grid.index_at(number))
                 sizes[name] = array.expected_size(number)
         assert len(sizes) >= 6
-        assert sizes == {name: place.size(name) for name in sizes}
+        assert sizes == {name: len(place.read(name)) for name in sizes}
 
     top = tmp_path.as_posix() if store == "local" else f"memory://{uuid.uuid4().hex}"
     base, place = Location.of(f"{top}/base"), Location.of(f"{top}/c")
@@ -153,7 +153,7 @@ def test_a_chunk_of_another_size_than_in_the_commit(tmp_path: Path, store: str, 
     document = json.loads(place.read("zarr.json"))
     about = document["attributes"]["shardstore"]
     del about["root_crc32c"]
-    size = struct.pack("<I", place.size("packed/c.0") + more)
+    size = struct.pack("<I", len(place.read("packed/c.0")) + more)
     about["chunk_bytes"] = {"packed": base64.b64encode(size).decode()}
     place.write("zarr.json", json.dumps(document, separators=(",", ":")).encode())
     with pytest.raises(DamagedCheckpointError, match=r"packed.* bytes, not"):

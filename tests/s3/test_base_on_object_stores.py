@@ -19,7 +19,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.base import COPY_THREADS, BaseChunks, ReusingMover, read_base
+from shardstore.storage.commit.base import COPY_THREADS, ReusingMover, read_base
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -216,15 +216,15 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     save(tensors, place("a"))
     there = Location.of(place("a")[0], place("a")[1])
     target = Location.of(place("b")[0], place("b")[1])
-    late = object_commit.begin(target)
-    array, options = StoredCheckpoint(there).arrays["w0"], SaveOptions()
-    mover, chunks = Mover(target, options, late), BaseChunks(there, read_base(there))
-    copies = ReusingMover(mover, chunks, late, RankManifest(0), options)
+    late = object_commit.begin(target, SaveOptions())
+    stored = StoredCheckpoint(there, documents=read_base(there))
+    array = stored.arrays["w0"]
+    copies = ReusingMover(Mover(target, SaveOptions(), late), stored, late, RankManifest(0))
     first, second = (
         ChunkWrite(array, (row, 0), tensors["w0"][row : row + 1].numpy()) for row in (0, 1)
     )
     assert copies._taken_over(second)
-    newer = object_commit.begin(target)
+    newer = object_commit.begin(target, SaveOptions())
     newer.put_all([("w0/c.0.0", b"what the newer one wrote")])
     with pytest.raises(StorageError, match="newer attempt"):
         copies._taken_over(first)

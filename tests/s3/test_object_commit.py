@@ -34,6 +34,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.store_suite import Target, assert_small_state, small_state, tensor
@@ -60,7 +61,7 @@ def chunk(place: Location, index: int = 0) -> float:
 
 def test_a_commit_is_there_and_its_claim_is_gone(target: Target) -> None:
     place = target("one")
-    attempt = begin(place)
+    attempt = begin(place, SaveOptions())
     assert ObjectAttempt(place, attempt.id) == attempt
     write_chunks(attempt, 1.0)
     assert not is_committed(place)
@@ -72,9 +73,9 @@ def test_a_commit_is_there_and_its_claim_is_gone(target: Target) -> None:
 
 def test_the_newest_claim_owns(target: Target) -> None:
     place = target("two")
-    older = begin(place)
+    older = begin(place, SaveOptions())
     write_chunks(older, 1.0)
-    newer = begin(place)
+    newer = begin(place, SaveOptions())
     assert place.remote.walk("w") == []
     with pytest.raises(StorageError, match=f"newer attempt {newer.id}"):
         older.check()
@@ -88,8 +89,8 @@ def test_the_newest_claim_owns(target: Target) -> None:
 
 def test_a_late_writer_changes_nothing_that_is_there(target: Target) -> None:
     place = target("late")
-    older = begin(place)
-    newer = begin(place)
+    older = begin(place, SaveOptions())
+    newer = begin(place, SaveOptions())
     write_chunks(newer, 2.0)
     with pytest.raises(StorageError, match="newer attempt"):
         write_chunks(older, 1.0)
@@ -104,8 +105,8 @@ def test_a_late_writer_changes_nothing_that_is_there(target: Target) -> None:
 
 def test_what_a_late_writer_left_is_overwritten_by_the_owner(target: Target) -> None:
     place = target("leftover")
-    older = begin(place)
-    newer = begin(place)
+    older = begin(place, SaveOptions())
+    newer = begin(place, SaveOptions())
     write_chunks(older, 1.0)  # after the newer one cleared the place
     older.put_all([("common.pt", b"old")])
     write_chunks(newer, 2.0)
@@ -118,7 +119,7 @@ def test_what_a_late_writer_left_is_overwritten_by_the_owner(target: Target) -> 
 
 def test_our_own_writes_again_are_no_conflict(target: Target) -> None:
     place = target("again")
-    attempt = begin(place)
+    attempt = begin(place, SaveOptions())
     for _ in range(2):
         write_chunks(attempt, 1.0)
         attempt.put_all([("common.pt", b"x")])
@@ -129,7 +130,7 @@ def test_our_own_writes_again_are_no_conflict(target: Target) -> None:
 
 def test_a_commit_that_is_there_is_never_replaced(target: Target) -> None:
     place = target("there")
-    attempt = begin(place)
+    attempt = begin(place, SaveOptions())
     place.remote.create(ROOT, b"of somebody else")
     with pytest.raises(CheckpointExistsError):
         commit(attempt, b"mine")
@@ -140,7 +141,7 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = target("dekker")
-    older = begin(place)
+    older = begin(place, SaveOptions())
     place.write(f"{ATTEMPTS}/{older.number:06d}.committing", older.id.encode())
     waiting = threading.Event()
     commits = object_commit.is_committed
@@ -155,7 +156,7 @@ def test_a_claim_waits_for_an_older_attempt_that_is_about_to_commit(
 
     monkeypatch.setattr(object_commit, "is_committed", seen)
     with ThreadPoolExecutor(1) as pool:
-        newer = pool.submit(begin, place)
+        newer = pool.submit(begin, place, SaveOptions())
         assert waiting.wait(20)
         assert place.remote.create(ROOT, b"of the older one")
         with pytest.raises(CheckpointExistsError):
@@ -168,11 +169,11 @@ def _held_up(place: Location, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any
     """An attempt that has looked at the claims for the last time and then does not go on, and a
     newer one that has waited for it in vain and written its own."""
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
-    late = begin(place)
+    late = begin(place, SaveOptions())
     write_chunks(late, 1.0)
     place.write(f"{ATTEMPTS}/{late.number:06d}.committing", late.id.encode())
     late.check()
-    newer = begin(place)
+    newer = begin(place, SaveOptions())
     assert newer.number > late.number
     assert not place.exists("w/c.0.0")
     write_chunks(newer, 2.0)
@@ -370,7 +371,7 @@ def test_of_racing_saves_at_most_one_wins_and_it_is_whole(target: Target) -> Non
     def save(number: int) -> int | None:
         start.wait()
         try:
-            attempt = begin(place)
+            attempt = begin(place, SaveOptions())
             write_chunks(attempt, float(number))
             commit(attempt, b"%d" % number)
         except (StorageError, CheckpointExistsError):
@@ -389,14 +390,14 @@ def test_of_racing_saves_at_most_one_wins_and_it_is_whole(target: Target) -> Non
 
 def test_overwriting_takes_the_commit_away_first(target: Target) -> None:
     place = target("over")
-    first = begin(place)
+    first = begin(place, SaveOptions())
     write_chunks(first, 1.0)
     first.put_all([("w/zarr.json", b"{}")])
     commit(first)
     place.write("log/train.txt", b"mine")
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
-        begin(place)
-    second = begin(place, overwrite=True)
+        begin(place, SaveOptions())
+    second = begin(place, SaveOptions(overwrite=True))
     assert not is_committed(place)
     assert [n for n in place.remote.walk() if not n.startswith(ATTEMPTS)] == ["log/train.txt"]
     second.abandon()
@@ -461,7 +462,7 @@ def test_a_claim_that_is_there_and_never_listed_is_an_error_in_time(
     place = Location.of(f"blind://{uuid.uuid4().hex}/step")
     place.write(f"{ATTEMPTS}/000001.json", b"{}")
     with pytest.raises(StorageError, match="does not list it"):
-        begin(place)
+        begin(place, SaveOptions())
 
 
 def test_a_chunk_that_is_whole_but_of_another_save_is_found(target: Target) -> None:

@@ -18,6 +18,7 @@ import shardstore
 from scripts.s3_servers import S3Server, embedded_server, radosgw
 from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
 from shardstore.storage.commit import objects as object_commit
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
@@ -52,7 +53,7 @@ def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple
 
 def test_one_of_racing_saves_wins(any_s3_server: S3Server) -> None:
     def work(number: int, place: Location) -> None:
-        attempt = object_commit.begin(place)
+        attempt = object_commit.begin(place, SaveOptions())
         attempt.put_all([(f"w/c.{number}", b"%d" % number)])
         attempt.commit([("zarr.json", b"%d" % number)], durable=True)
 
@@ -65,7 +66,7 @@ def test_of_claims_that_all_are_there_the_newest_wins(any_s3_server: S3Server) -
     numbers: dict[int, int] = {}
 
     def work(number: int, place: Location) -> None:
-        attempt = object_commit.begin(place)
+        attempt = object_commit.begin(place, SaveOptions())
         numbers[number] = attempt.number
         begun.wait()
         attempt.commit([("zarr.json", b"%d" % number)], durable=True)
@@ -80,7 +81,7 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
     """All replace the checkpoint that is there: what is there in the end is all one winner's."""
     url = f"s3://{any_s3_server.new_bucket()}/run/step-1"
     place = Location.of(url, any_s3_server.storage_options)
-    first = object_commit.begin(place)
+    first = object_commit.begin(place, SaveOptions())
     first.put_all([("w/zarr.json", b"first")])
     first.commit([("zarr.json", b"first")], durable=True)
     start = threading.Barrier(COMMITTERS)
@@ -89,7 +90,7 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
         start.wait()
         content = b"%d" % number
         try:
-            attempt = object_commit.begin(place, overwrite=True)
+            attempt = object_commit.begin(place, SaveOptions(overwrite=True))
             for name in ("w/c.0", "w/c.1", "common.pt", "w/zarr.json"):
                 attempt.put_all([(name, content)])
             attempt.commit([("manifest.npz", content), ("zarr.json", content)], durable=True)
@@ -110,7 +111,7 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
 
 def test_a_late_writer_of_a_dead_attempt_changes_nothing(any_s3_server: S3Server) -> None:
     run = Run.new(any_s3_server, any_s3_server)
-    late = object_commit.begin(Location.of(run.url(1), run.options))
+    late = object_commit.begin(Location.of(run.url(1), run.options), SaveOptions())
     late.put_all([("w/c.0.0", b"first try")])
     run.save(1)
     assert run.version(1) == 1
@@ -130,13 +131,15 @@ def test_a_late_deletion_of_leftovers_takes_nothing_of_a_newer_save(
     """The older attempt has decided what to delete, and its request is long on the way."""
     with FaultProxy(any_s3_server.endpoint_url) as proxy:
         run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
-        dead = object_commit.begin(Location.of(run.url(1), run.with_direct().options))
+        dead = object_commit.begin(
+            Location.of(run.url(1), run.with_direct().options), SaveOptions()
+        )
         dead.put_all([("w/c.0.0", b"left over")])
         slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
 
         def older() -> None:
             with contextlib.suppress(CheckpointingException):
-                object_commit.begin(Location.of(run.url(1), run.options))
+                object_commit.begin(Location.of(run.url(1), run.options), SaveOptions())
 
         thread = threading.Thread(target=older)
         thread.start()

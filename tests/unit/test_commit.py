@@ -23,14 +23,15 @@ import pytest
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.folder import begin, join, leftovers
+from shardstore.storage.commit.folder import FolderAttempt, begin, leftovers
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.movers.files import sync_file_system
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
 
 def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
-    attempt = begin(Location.of(target), overwrite=overwrite)
+    attempt = begin(Location.of(target), SaveOptions(overwrite=overwrite))
     fill(attempt, text)
     attempt.commit([], durable=durable)
 
@@ -62,8 +63,8 @@ def checkpoint(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_new_checkpoint_appears_in_one_step(tmp_path: Path, durable: bool) -> None:
     target = tmp_path / "deep" / "down" / "ckpt"
-    attempt = begin(Location.of(target))
-    other = join(Location.of(target), attempt.id)
+    attempt = begin(Location.of(target), SaveOptions())
+    other = FolderAttempt(Location.of(target), attempt.id)
     assert other.location == attempt.location
     fill(attempt, "one")
     assert not target.exists()
@@ -83,7 +84,7 @@ def test_a_commit_while_the_interpreter_ends(
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    attempt = begin(Location.of(tmp_path / "checkpoint"))
+    attempt = begin(Location.of(tmp_path / "checkpoint"), SaveOptions())
     attempt.put_all([("zarr.json", b"{}")])
     files = sorted(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(threading.Thread, "start", refused)
@@ -96,7 +97,7 @@ def test_a_commit_while_the_interpreter_ends(
 def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "ckpt"
     save(target, "one")
-    attempt = begin(Location.of(target), overwrite=True)
+    attempt = begin(Location.of(target), SaveOptions(overwrite=True))
     fill(attempt, "two")
     attempt.abandon()
     attempt.abandon()
@@ -117,7 +118,7 @@ def test_an_existing_checkpoint_is_refused(tmp_path: Path) -> None:
         target.mkdir()
         (target / marker).write_text("{}")
         with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
-            begin(Location.of(target))
+            begin(Location.of(target), SaveOptions())
         assert caught.value.url == str(target)
         assert isinstance(caught.value, FileExistsError)
         assert content(target) == {marker: "{}"}
@@ -155,7 +156,10 @@ def test_foreign_files_are_kept(tmp_path: Path) -> None:
 
 def test_one_of_two_attempts_at_once_wins(tmp_path: Path) -> None:
     target = tmp_path / "ckpt"
-    first, second = begin(Location.of(target)), begin(Location.of(target))
+    first, second = (
+        begin(Location.of(target), SaveOptions()),
+        begin(Location.of(target), SaveOptions()),
+    )
     fill(first, "first")
     fill(second, "second")
     second.commit([], durable=False)
@@ -170,7 +174,10 @@ def test_two_at_once_into_a_folder_with_other_files(tmp_path: Path) -> None:
     target = tmp_path / "ckpt"
     target.mkdir()
     (target / "log").write_text("log")
-    first, second = begin(Location.of(target)), begin(Location.of(target))
+    first, second = (
+        begin(Location.of(target), SaveOptions()),
+        begin(Location.of(target), SaveOptions()),
+    )
     fill(first, "first")
     fill(second, "second")
     second.commit([], durable=False)
@@ -232,12 +239,12 @@ def test_deleting_a_symlinked_checkpoint_removes_the_link_alone(tmp_path: Path) 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="is a file"):
-        begin(Location.of(tmp_path / "file"), overwrite=True)
+        begin(Location.of(tmp_path / "file"), SaveOptions(overwrite=True))
     with pytest.raises(StorageError, match="a file is where a folder should be") as caught:
-        begin(Location.of(tmp_path / "file" / "ckpt"))
+        begin(Location.of(tmp_path / "file" / "ckpt"), SaveOptions())
     assert isinstance(caught.value, OSError)
     assert (tmp_path / "file").read_text() == "mine"
-    attempt = begin(Location.of(tmp_path / "late"))
+    attempt = begin(Location.of(tmp_path / "late"), SaveOptions())
     (tmp_path / "late").write_text("mine")
     with pytest.raises(StorageError):
         attempt.commit([], durable=True)
@@ -246,7 +253,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
 
 def test_a_name_too_long(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="shorten"):
-        begin(Location.of(tmp_path / ("x" * 250)))
+        begin(Location.of(tmp_path / ("x" * 250)), SaveOptions())
 
 
 # Attempts of processes that are gone.
@@ -254,9 +261,10 @@ def test_a_name_too_long(tmp_path: Path) -> None:
 DYING = """
 import os, signal, sys
 from shardstore.storage.commit.folder import begin
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.movers.files import sync_file_system
-attempt = begin(Location.of(sys.argv[1]))
+attempt = begin(Location.of(sys.argv[1]), SaveOptions())
 attempt.location.write("w/c.0", b"half")
 print(attempt.location.url, flush=True)
 if sys.argv[2] == "die":
@@ -285,7 +293,7 @@ def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(tmp_path:
     elsewhere.wait()
     try:
         assert not os.path.exists(dead_attempt)  # by the other process, as it began
-        mine = begin(Location.of(target))
+        mine = begin(Location.of(target), SaveOptions())
         assert os.path.exists(live_attempt)
         assert os.path.exists(elsewhere_attempt)
         assert mine.location.path.exists()
@@ -304,7 +312,7 @@ def test_whose_an_attempt_is(tmp_path: Path, field: str) -> None:
     """Of a process of another host, boot or pid namespace nobody here knows whether it lives: that
     counts as dead once nothing was written for a day."""
     target = tmp_path / "ckpt"
-    here = begin(Location.of(target)).location.path
+    here = begin(Location.of(target), SaveOptions()).location.path
     assert sweep(target) == []
     found = commit._ATTEMPT.fullmatch(here.name)
     assert found is not None
@@ -332,8 +340,9 @@ def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
         """
         import os, signal, sys
         from shardstore.storage.commit import folder as commit
+        from shardstore.storage.options import SaveOptions
         from shardstore.storage.stores.location import Location
-        attempt = commit.begin(Location.of(sys.argv[1]), overwrite=True)
+        attempt = commit.begin(Location.of(sys.argv[1]), SaveOptions(overwrite=True))
         attempt.location.write("zarr.json", b"two")
         attempt.location.write("w/zarr.json", b"{}")
         attempt.location.write("w/c.0", b"two")
@@ -355,7 +364,7 @@ def test_foreign_files_survive_an_abandoned_commit_that_had_exchanged(tmp_path: 
     target = tmp_path / "ckpt"
     target.mkdir()
     (target / "log").write_text("log")
-    attempt = begin(Location.of(target))
+    attempt = begin(Location.of(target), SaveOptions())
     fill(attempt, "one")
     attempt._replace()
     attempt.abandon()
@@ -369,7 +378,7 @@ def test_two_savers_leave_each_other_alone(tmp_path: Path, order: str) -> None:
     target = tmp_path / "ckpt"
     save(target, "one")
     (target / "log").write_text("log")
-    attempts = {name: begin(Location.of(target), overwrite=True) for name in "AB"}
+    attempts = {name: begin(Location.of(target), SaveOptions(overwrite=True)) for name in "AB"}
     for name, attempt in attempts.items():
         fill(attempt, name)
     for step in order:
@@ -429,9 +438,10 @@ def test_a_read_only_parent(tmp_path: Path) -> None:
     script = """
         from shardstore.errors import StorageError
         from shardstore.storage.commit.folder import begin
+        from shardstore.storage.options import SaveOptions
         from shardstore.storage.stores.location import Location
         try:
-            begin(Location.of(sys.argv[1]))
+            begin(Location.of(sys.argv[1]), SaveOptions())
         except StorageError as error:
             print(type(error).__name__, error.errno, error)
         """
@@ -458,13 +468,14 @@ WRITE = """
     from shardstore.errors import StorageError
     from shardstore.storage.movers.chunks import ChunkWrite
     from shardstore.storage.commit.folder import begin
+    from shardstore.storage.options import SaveOptions
     from shardstore.storage.format.documents import ArrayMeta
     from shardstore.storage.movers.mover import Mover
     from shardstore.storage.format.grid import Grid
     from shardstore.storage.stores.location import Location
 
     def write(target, rows):
-        attempt = begin(Location.of(target))
+        attempt = begin(Location.of(target), SaveOptions())
         meta = ArrayMeta("layer/w", "layer%2Fw", Grid((rows, 300_000), (1, 300_000)), "float32")
         row = np.ones((1, 300_000), np.float32)
         writes = [ChunkWrite(meta, (i, 0), row) for i in range(rows)]
@@ -499,7 +510,7 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> 
     disk = tmp_path / "disk"
     with mounted(disk, "size=1m"):
         with pytest.raises(StorageError, match=r"mount point.*folder below"):
-            begin(Location.of(disk))
+            begin(Location.of(disk), SaveOptions())
         save(disk / "below", "one")
         assert content(disk / "below") == checkpoint("one")
     assert os.listdir(tmp_path) == ["disk"]
@@ -542,7 +553,7 @@ def test_a_folder_that_only_the_coordinator_sees_is_told(
 ) -> None:
     """As on another machine whose disk is its own."""
     monkeypatch.setattr(commit, "SEEN_S", 0.0)
-    elsewhere = join(Location.of(tmp_path / "c"), "0-0")
+    elsewhere = FolderAttempt(Location.of(tmp_path / "c"), "0-0")
     with pytest.raises(StorageError, match="not on a file system that all ranks share"):
         elsewhere.require_seen()
     assert list(tmp_path.iterdir()) == []
@@ -552,7 +563,7 @@ def test_a_folder_that_is_seen_late_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a network file system shows it."""
-    attempt = begin(Location.of(tmp_path / "c"))
+    attempt = begin(Location.of(tmp_path / "c"), SaveOptions())
     here, late = attempt.location.url, tmp_path / "late"
     os.rename(here, late)
 

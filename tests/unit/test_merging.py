@@ -48,7 +48,7 @@ def reports_of(ranks: int, arrays: int, each: int) -> list[bytes]:
 
 def committed(place: Path, reports: list[bytes]) -> Callable[[], None]:
     """The whole commit of these reports."""
-    attempt = commit.begin(Location.of(place))
+    attempt = commit.begin(Location.of(place), SaveOptions())
     about = About(common_backend=("torch", 1), world_size=len(reports))
     return lambda: publish(attempt, SaveOptions(durable=False), reports, about)
 

@@ -35,12 +35,10 @@ class Attempt(ABC):
     Attributes:
         target: the target of the save.
         id: unique name of the attempt, the same on all ranks.
-        overwrite: whether a checkpoint at the target may be replaced.
     """
 
     target: Location
     id: str
-    overwrite: bool = False
 
     @property
     def location(self) -> Location:

@@ -18,7 +18,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,6 @@ import xxhash
 from shardstore.errors import NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt, SupersededError
-from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
 from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
@@ -35,7 +34,6 @@ from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover, check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger(__name__)
@@ -62,64 +60,9 @@ def read_base(location: Location) -> dict[str, bytes]:
                 NotACheckpointError,
             )
         found[name] = text
-    BaseChunks(location, found)
+    stored = StoredCheckpoint(location, documents=found)
+    stored.arrays, stored.manifest  # noqa: B018 (parsed before the save begins)
     return found
-
-
-class BaseChunks(StoredCheckpoint):
-    """The chunks of a base.
-
-    Args:
-        location: the base.
-        texts: its documents, as :func:`read_base` returns them.
-
-    Attributes:
-        damaged: texts about damaged chunks.
-    """
-
-    def __init__(self, location: Location, texts: Mapping[str, bytes]) -> None:
-        super().__init__(location, documents=texts)
-        self.arrays, self.manifest  # noqa: B018 (read now, not by each of the threads)
-        self.damaged: list[str] = []
-
-    def knows(self, array: ArrayMeta) -> bool:
-        """Return whether the base has the same array: grid, data type and codecs."""
-        theirs = self.arrays.get(array.key)
-        return theirs is not None and replace(theirs, shard_shape=array.shard_shape) == array
-
-    def record(self, array: ArrayMeta, index: Sequence[int], digest: bytes) -> ChunkRecord | None:
-        """Return the base's record of a chunk if the hashes are equal, else ``None``."""
-        assert self.manifest is not None
-        rows, n = self.manifest.rows(array), array.grid.linear(index)
-        if rows is None or rows.digest[n].tobytes() != digest:
-            return None
-        return ChunkRecord(int(rows.stored[n]), int(rows.crc[n]), digest, rows.running[n].tolist())
-
-    def damage(self, array: ArrayMeta, index: tuple[int, ...], place: Location) -> str | None:
-        """Verify a chunk that was linked or copied to a place. Return a description of its damage,
-        ``None`` if it is intact."""
-        size, problem = check_chunk(place, self.arrays[array.key], index, self.manifest)
-        counters.add(bytes_read=size)
-        return None if problem is None else problem.text
-
-    def is_unchanged(self) -> bool:
-        """Return whether the base is still the checkpoint that was read.
-
-        Raises:
-            StorageError: the store failed.
-        """
-        return self.location.read_range("zarr.json") == self.documents["zarr.json"]
-
-    def warn(self) -> None:
-        """Log one warning for all damaged chunks."""
-        if self.damaged:
-            logger.warning(
-                "%d chunk(s) of the base %s are missing or damaged, and were written instead of "
-                "reused, such as %s. Verify the base: it is damaged, or was replaced",
-                len(self.damaged),
-                self.location.url,
-                "; ".join(sorted(self.damaged)[:3]),
-            )
 
 
 @dataclass
@@ -128,83 +71,91 @@ class ReusingMover:
 
     Attributes:
         mover: writes the other chunks.
-        base: the base.
+        base: the base, with the documents that :func:`read_base` returned.
         attempt: the attempt of the save.
         manifest: receives the number of reused bytes.
-        options: options of the save.
     """
 
     mover: Mover
-    base: BaseChunks
+    base: StoredCheckpoint
     attempt: Attempt
     manifest: RankManifest
-    options: SaveOptions
 
     def __post_init__(self) -> None:
         one, other = self.base.location, self.attempt.location
+        # Read now, not by each of the threads.
+        self._arrays, self._base_manifest = self.base.arrays, self.base.manifest
         self._is_far = not one.is_local
+        self._damaged: list[str] = []
         self._refused = threading.Event()
         self._turn, self._checked = threading.Lock(), -1.0
         self._hashing = threading.Semaphore()
         if one.is_local != other.is_local or (
             self._is_far and not one.remote.is_same_store(other.remote)
         ):
+            self._refuse("that is another store; all chunks are written")
+
+    def _refuse(self, why: str) -> None:
+        """Reuse no further chunks. Log the reason, once."""
+        if not self._refused.is_set():
             self._refused.set()
             logger.warning(
-                "chunks of %s cannot be reused at %s, which is another store; all chunks are "
-                "written",
-                one.url,
-                other.url,
+                "chunks of %s cannot be %s to %s: %s",
+                self.base.location.url,
+                "copied" if self._is_far else "linked",
+                self.attempt.location.url,
+                why,
             )
 
     def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
         """See :meth:`Mover.write`."""
         taken: dict[str, ChunkRecord] = {}
+        options, base = self.mover.options, self.base
         # The budget limits the number of chunks in memory.
         largest = max((item.array.chunk_bytes for item in writes), default=1)
-        self._hashing = threading.Semaphore(max(1, self.options.budget_bytes // largest))
+        self._hashing = threading.Semaphore(max(1, options.budget_bytes // largest))
 
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 if (record := self._taken_over(item)) is not None:
                     taken[item.name] = record
 
-        far = self._is_far
-        run_batched(
-            writes,
-            work,
-            threads=COPY_THREADS if far else self.options.threads or default_threads(),
-            weight=lambda item: item.array.chunk_bytes,
-            batch_weight=1 if far else 1 << 20,
-        )
-        if taken and not self.base.is_unchanged():
+        threads = COPY_THREADS if self._is_far else options.threads or default_threads()
+        run_batched(writes, work, threads=threads)
+        if taken and base.location.read_range("zarr.json") != base.documents["zarr.json"]:
             logger.warning(
                 "%s was replaced or deleted while its chunks were reused; all chunks are written",
-                self.base.location.url,
+                base.location.url,
             )
             for name in taken:
                 self.attempt.location.delete(name)
             taken.clear()
-        rest = []
         for item in writes:
-            if (record := taken.get(item.name)) is None:
-                rest.append(item)
-                continue
-            counters.add(bytes_reused=record.stored_bytes)
-            self.manifest.reused_bytes += record.stored_bytes
-            done(item, record)
-        self.mover.write(rest, done)
+            if (record := taken.get(item.name)) is not None:
+                counters.add(bytes_reused=record.stored_bytes)
+                self.manifest.reused_bytes += record.stored_bytes
+                done(item, record)
+        self.mover.write([item for item in writes if item.name not in taken], done)
 
     def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
-        """Link or copy a chunk if the base has the same one. Return its record, else ``None``."""
+        """Link or copy a chunk if the base has an equal one, of an array with the same grid, data
+        type and codecs. Return its record, else ``None``."""
         array, hasher = item.array, xxhash.xxh3_128()
-        if self._refused.is_set() or not self.base.knows(array):
+        theirs = self._arrays.get(array.key)
+        if theirs is None or replace(theirs, shard_shape=array.shard_shape) != array:
+            return None
+        rows = None if self._base_manifest is None else self._base_manifest.rows(array)
+        if rows is None or self._refused.is_set():
             return None
         with self._hashing:
             for piece in pieces(item.data(), array.grid.chunk_shape):
                 hasher.update(piece)
-            record = self.base.record(array, item.index, hasher.digest())
-        return record if record is not None and self.take(item, record) else None
+        n, digest = array.grid.linear(item.index), hasher.digest()
+        if rows.digest[n].tobytes() != digest:
+            return None
+        stored, crc = int(rows.stored[n]), int(rows.crc[n])
+        record = ChunkRecord(stored, crc, digest, rows.running[n].tolist())
+        return record if self.take(item, record) else None
 
     def take(self, item: ChunkWrite, record: ChunkRecord) -> bool:
         """Link or copy a chunk, and check the result, because the base may change at any time.
@@ -223,31 +174,19 @@ class ReusingMover:
         name, far = item.name, self._is_far
         if record.stored_bytes < (LEAST_COPIED if far else CRC_BYTES):
             return False
-        taken = False
+        taken, wrong = False, None
         try:
             taken = self._copy(name) if far else self._link(name)
-            if not taken:
-                return False
-            wrong = self._damage(item, record)
-            if wrong is None:
-                return True
+            if not taken or (wrong := self._damage(item, record)) is None:
+                return taken
         except SupersededError:
             raise
         except (FileNotFoundError, NotADirectoryError):
             wrong = "is missing"
         except OSError as error:
-            wrong = None
-            if not self._refused.is_set():
-                self._refused.set()
-                logger.warning(
-                    "chunks of %s cannot be %s to %s (%s); they are written",
-                    self.base.location.url,
-                    "copied" if far else "linked",
-                    self.attempt.location.url,
-                    error.strerror or error,
-                )
+            self._refuse(f"{error.strerror or error}; they are written")
         if wrong is not None:
-            self.base.damaged.append(f"{name}, which {wrong}")
+            self._damaged.append(f"{name}, which {wrong}")
         if taken:
             # No write may go through a link into the base.
             self.attempt.location.delete(name)
@@ -263,10 +202,24 @@ class ReusingMover:
             return f"has {more} than its {size} bytes"
         if array.has_crc and array.is_plain and end != CRC.pack(record.crc):
             return "ends in another checksum than when it was written"
-        if not self.options.verify_base:
+        if not self.mover.options.verify_base:
             return None
         with self._hashing:
-            return self.base.damage(array, item.index, location)
+            theirs = self._arrays[array.key]
+            read, problem = check_chunk(location, theirs, item.index, self._base_manifest)
+        counters.add(bytes_read=read)
+        return None if problem is None else problem.text
+
+    def warn(self) -> None:
+        """Log one warning for all damaged chunks."""
+        if self._damaged:
+            logger.warning(
+                "%d chunk(s) of the base %s are missing or damaged, and were written instead of "
+                "reused, such as %s. Verify the base: it is damaged, or was replaced",
+                len(self._damaged),
+                self.base.location.url,
+                "; ".join(sorted(self._damaged)[:3]),
+            )
 
     def _link(self, name: str) -> bool:
         """Make a hard link, unless the new checkpoint has a file of this name. Return whether it

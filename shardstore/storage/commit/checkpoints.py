@@ -44,17 +44,15 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
             CheckpointExistsError,
         )
     if place.is_local:
-        return folder.begin(place, overwrite=options.overwrite)
-    return objects.begin(
-        place, overwrite=options.overwrite, allow_unconditional=options.allow_unconditional
-    )
+        return folder.begin(place, options)
+    return objects.begin(place, options)
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
     """Return the attempt that the coordinator began. Every other rank calls it."""
     if place.is_local:
-        return folder.join(place, attempt_id, overwrite=options.overwrite)
-    return objects.ObjectAttempt(place, attempt_id, options.overwrite)
+        return folder.FolderAttempt(folder.real(place), attempt_id, options.overwrite)
+    return objects.ObjectAttempt(place, attempt_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ def latest(
     place.require_no_file()
     names = [([*map(int, re.findall(r"\d+", name))], name) for name in place.listing()]
     for _, name in sorted(names, reverse=True):
-        if not name.startswith(".") and place.is_dir(name) and is_checkpoint(place.child(name)):
+        if not name.startswith(".") and is_checkpoint(place.child(name)):
             return place.child(name).url
     return None
 
@@ -179,7 +177,7 @@ def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Lef
         found.append(Leftover(target.url, len(own), sum(size for size, _ in own), "attempt"))
         if not dry_run:
             with contextlib.suppress(CheckpointExistsError):  # it was committed in the meantime
-                objects.begin(target, allow_unconditional=True).withdraw_all()
+                objects.begin(target, SaveOptions(allow_unconditional=True)).withdraw_all()
     return found
 
 

@@ -36,12 +36,12 @@ from shardstore.storage.commit.inventory import (
     COMMITS,
     deletion_rounds,
     known_nodes,
-    names_at,
     own_names,
 )
 from shardstore.storage.format.names import key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
 from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, fsync, store_errors
 
 OWNER_NAME = ".owner.json"
@@ -71,7 +71,13 @@ def _is_taken(place: Location) -> bool:
 
 @dataclass(frozen=True)
 class FolderAttempt(Attempt):
-    """An attempt to write a checkpoint to a local or shared file system."""
+    """An attempt to write a checkpoint to a local or shared file system.
+
+    Attributes:
+        overwrite: whether a checkpoint at the target may be replaced.
+    """
+
+    overwrite: bool = False
 
     @property
     def location(self) -> Location:
@@ -122,20 +128,17 @@ class FolderAttempt(Attempt):
             StorageError: the store failed; the target is unchanged.
         """
         self.put_all(documents)
-        source, target = self.location.url, self.target.url
-        with store_errors("committing", target):
-            replaced = os.path.isdir(target) and bool(os.listdir(target))
-            if not replaced:  # Only after an exchange does the mark tell the two folders apart.
-                os.unlink(f"{source}/{OWNER_NAME}")
+        target = self.target.url
+        if durable:
+            self.flush()
         try:
-            if durable:
-                self.flush()
             with store_errors("committing", target):
-                self._replace() if replaced else os.rename(source, target)
-        except BaseException as error:
-            if not replaced:
-                self._mark()
-            if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
+                if os.path.isdir(target) and os.listdir(target):
+                    self._replace()
+                else:
+                    os.rename(self.location.url, target)
+        except StorageError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise exists_error(self.target, meanwhile=True) from None
             raise
         try:
@@ -171,9 +174,10 @@ class FolderAttempt(Attempt):
             )
 
     def remove(self, *, durable: bool = True) -> None:
-        """Remove the folder: the commit first, so that no reader opens a half-deleted checkpoint,
-        and the mark last. If the folder holds a replaced checkpoint, its files of other programs
-        first move back to the target.
+        """Remove the mark of this attempt from the target, if it is committed, and the folder: the
+        commit first, so that no reader opens a half-deleted checkpoint, and the mark last. If the
+        folder holds a replaced checkpoint, its files of other programs first move back to the
+        target.
 
         Args:
             durable: sync the moved files and the mark to disk before anything is deleted.
@@ -182,6 +186,9 @@ class FolderAttempt(Attempt):
             OSError, StorageError: the file system failed.
         """
         folder, target = self.location, self.target
+        if _is_marked(target, self.id):
+            with contextlib.suppress(FileNotFoundError):  # another save has just replaced it
+                os.unlink(f"{target.url}/{OWNER_NAME}")
         if not folder.exists():
             return
         if not _is_marked(folder, self.id):
@@ -193,14 +200,13 @@ class FolderAttempt(Attempt):
             if foreign and durable:
                 fsync(target.url)
             # With the mark, the next save removes the whole folder if this process dies here.
-            self._mark()
+            with contextlib.suppress(StorageError):  # for example, the disk is full
+                folder.delete(OWNER_NAME)  # a FIFO or a link, which is not written into
+                folder.write(OWNER_NAME, _mark_of(self.id))
             if durable:
                 with contextlib.suppress(FileNotFoundError):
                     fsync(f"{folder.url}/{OWNER_NAME}")
                 fsync(folder.url)
-        if _is_marked(target, self.id):
-            with contextlib.suppress(FileNotFoundError):  # another save has just replaced it
-                os.unlink(f"{target.url}/{OWNER_NAME}")
         for name in (*COMMITS, *folder.listing()):
             if name != OWNER_NAME:
                 folder.delete(name)
@@ -215,11 +221,6 @@ class FolderAttempt(Attempt):
         mine = replace(self, id=f"{_owner()}-{self.id.rpartition('-')[2]}")
         os.rename(self.location.url, mine.location.url)
         return mine
-
-    def _mark(self) -> None:
-        with contextlib.suppress(StorageError):  # for example, the disk is full
-            self.location.delete(OWNER_NAME)  # a FIFO or a link, which is not written into
-            self.location.write(OWNER_NAME, _mark_of(self.id))
 
 
 def _mark_of(attempt_id: str) -> bytes:
@@ -266,17 +267,18 @@ def _own_entries(place: Location) -> set[str]:
 
     Zarr arrays and groups of other programs in the same folder are left out.
     """
-    names = names_at(place)
+    names = place.walk()
     own = own_names(names, *known_nodes(place, names))
     return {name.partition("/")[0] for name in own} | {OWNER_NAME}.intersection(names)
 
 
-def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
-    """Begin an attempt at a target. Only the coordinator calls it.
+def real(place: Location) -> Location:
+    """Return the folder that a place leads to by symbolic links."""
+    return Location.of(os.path.realpath(place.url))
 
-    Args:
-        place: the target.
-        overwrite: whether a checkpoint at the target may be replaced.
+
+def begin(place: Location, options: SaveOptions) -> FolderAttempt:
+    """Begin an attempt at a target. Only the coordinator calls it.
 
     Raises:
         CheckpointExistsError: the target is a file, or holds a checkpoint and ``overwrite`` is
@@ -284,7 +286,7 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
         StorageError: the target is a mount point or the working directory, or the attempt's folder
             cannot be created.
     """
-    target = Location.of(os.path.realpath(place.url))
+    target = real(place)
     there = target.exists()
     if there and not target.is_dir():
         raise target.error(" is a file; give a folder's path to save to", CheckpointExistsError)
@@ -297,11 +299,11 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
             " is the working directory of this process, which the save would replace; save to a "
             "folder below it"
         )
-    if _is_taken(target) and not overwrite:
+    if _is_taken(target) and not options.overwrite:
         raise exists_error(target)
     for left in leftovers(*os.path.split(target.url)):
         sweep(left)
-    attempt = FolderAttempt(target, _fresh_id(), overwrite)
+    attempt = FolderAttempt(target, _fresh_id(), options.overwrite)
     try:
         with store_errors("creating", attempt.location.url):
             os.makedirs(attempt.location.url)
@@ -312,15 +314,10 @@ def begin(place: Location, *, overwrite: bool = False) -> FolderAttempt:
     return attempt
 
 
-def join(place: Location, attempt_id: str, *, overwrite: bool = False) -> FolderAttempt:
-    """Return the attempt that the coordinator began. Every other rank calls it."""
-    return FolderAttempt(Location.of(os.path.realpath(place.url)), attempt_id, overwrite)
-
-
 def resumed(place: Location, attempt_id: str, *, overwrite: bool = False) -> FolderAttempt | None:
     """Take over the attempt of a dead process, so that this process continues it. Return ``None``
     if the attempt has been swept."""
-    target = Location.of(os.path.realpath(place.url))
+    target = real(place)
     last = attempt_id.rpartition("-")[2]
     for name in Location.of(os.path.dirname(target.url)).listing():
         if (found := _ATTEMPT.fullmatch(name)) and found["last"] == last:

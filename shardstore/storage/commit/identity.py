@@ -27,13 +27,10 @@ def _parsed(text: bytes) -> tuple[str | None, bool]:
     document has shardstore's attributes."""
     try:
         document = json.loads(text)
-    except ValueError:
+        kind, attributes = document.get("node_type"), dict(document.get("attributes") or {})
+    except (AttributeError, TypeError, ValueError):
         return None, False
-    if not isinstance(document, dict):
-        return None, False
-    kind, attributes = document.get("node_type"), document.get("attributes")
-    ours = isinstance(attributes, dict) and "shardstore" in attributes
-    return kind if isinstance(kind, str) else None, ours
+    return kind if isinstance(kind, str) else None, "shardstore" in attributes
 
 
 def _document(location: Location) -> tuple[str | None, bool]:
@@ -166,16 +163,13 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
     if names is None:
         # One byte shows that the document exists, without reading a large one.
         has_root = store.read_range("zarr.json", 0, 1) is not None
-    else:
-        has_root = "zarr.json" in names
-    if has_root or (names is not None and CONFIG_NAME not in names):
-        return has_root
+        names = ("zarr.json",) if has_root else (CONFIG_NAME,)
+    if "zarr.json" in names or CONFIG_NAME not in names:
+        return "zarr.json" in names
     try:
         config = json.loads(store.read_range(CONFIG_NAME, 0, None) or b"")
-    except ValueError:
+        # With layout 2, the root document is the commit, and it is missing.
+        version = config.get("sharded_backend_version", 1)
+        return bool(config.get("sharded_backend") != "zarr" or version == 1)
+    except (AttributeError, ValueError):
         return False
-    if not isinstance(config, dict):
-        return False
-    # With layout 2, the root document is the commit, and it is missing.
-    version = config.get("sharded_backend_version", 1)
-    return config.get("sharded_backend") != "zarr" or version == 1

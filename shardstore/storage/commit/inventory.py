@@ -1,8 +1,7 @@
 """Find out which files at a place belong to a checkpoint, and keep their hashes.
 
 The rules use the names, the documents that commit a checkpoint, and the lists of arrays that
-attempts store. They are the same for folders and object stores. For a folder, only the names of its
-two upper levels are listed.
+attempts store. They are the same for folders and object stores.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _OWN = frozenset({*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, DCP_METADATA_NAME,
 _MARK = re.compile(rf"(?:{ATTEMPTS}/)?(\d{{6,}})\.(\w+)")
 _NODES = re.compile(rf"{ATTEMPTS}/\d{{6,}}\.nodes-\d+\.json")
 _CHUNK = re.compile(r"|c([./]\d+)*|\d+([./]\d+)*")
-"""Name of a chunk below its array. The empty name stands for the empty folder of an array without
-chunks."""
+"""Name of a chunk below its array. The empty name is that of an object ``NAME/``, which some
+programs create as a folder."""
 _DOCUMENT = re.compile(r"zarr\.json|\.zarray|\.zattrs")
 _ROOT_BELOW = re.compile(r"([^/]+)/(?:.+/zarr\.json|(?:.+/)?metadata\.json)", re.DOTALL)
 """A document that shows that the first folder is a group or a checkpoint of its own."""
@@ -51,17 +50,6 @@ def numbers(names: Iterable[str], *kinds: str) -> list[int]:
     return [int(mark[1]) for mark in found if mark is not None and mark[2] in kinds]
 
 
-def names_at(folder: Location) -> list[str]:
-    """Return the names in a local folder, and in the folders in it; ``NAME/`` for an empty one."""
-    found = []
-    for name in folder.listing():
-        if folder.is_dir(name) and not folder.is_link(name):
-            found += [f"{name}/{entry}" for entry in folder.listing(name) or ("",)]
-        else:
-            found.append(name)
-    return found
-
-
 def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], set[str]]:
     """Return the folders at a target that are arrays of shardstore, and the folders of other
     programs.
@@ -72,7 +60,7 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
 
     Args:
         location: the target.
-        names: all object names below it; for a folder, the result of :func:`names_at`.
+        names: the names of all files or objects below it.
 
     Raises:
         StorageError: the store failed.

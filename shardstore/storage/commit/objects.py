@@ -40,15 +40,18 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError, exists_e
 from shardstore.storage.commit.identity import ATTEMPTS, is_committed
 from shardstore.storage.commit.inventory import DELETING, deletion_rounds, numbers, remains
 from shardstore.storage.movers.parallel import run_together
+from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import object_io, put_objects
+from shardstore.storage.stores.object_io import begin_create, object_io, run_requests
 
 SETTLE_S = 30.0
 """Seconds that a new claim waits for an older attempt that is about to commit: more than one PUT
 with all its retries usually takes. If it is too short, the older save fails, but no data is
 lost."""
 POLL_S = 0.2
+DELETED_AT_ONCE = 1000
+"""Number of objects that are deleted between two looks at the claims."""
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +140,13 @@ class ObjectAttempt(Attempt):
 
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
         """See :meth:`Attempt.put_all`. Replace objects of older attempts."""
-        put_objects(self.target, documents, self.check)
+        if documents:
+            place, io = self.target, object_io(self.target)
+            run_requests(
+                io,
+                documents,
+                lambda item, _: begin_create(io, place, item[0], [item[1]], self.check),
+            )
 
     # -- commit --------------------------------------------------------------------------------
 
@@ -316,7 +325,7 @@ class ObjectAttempt(Attempt):
             return None
         store.write(self.mark("clearing"), self.id.encode())
         try:
-            for some in deletion_rounds(names, store.deletes_at_once):
+            for some in deletion_rounds(names, DELETED_AT_ONCE):
                 if by := self.outbid_by():
                     if begun:
                         return by
@@ -383,14 +392,11 @@ def _described(target: Location, number: int) -> str:
     )
 
 
-def claimed(
-    place: Location, overwrite: bool = False, names: Sequence[str] | None = None
-) -> ObjectAttempt:
+def claimed(place: Location, names: Sequence[str] | None = None) -> ObjectAttempt:
     """Claim a target with the next free number. Nothing at the target is deleted.
 
     Args:
         place: the target.
-        overwrite: whether a checkpoint at the target may be replaced.
         names: the names below :data:`ATTEMPTS`, if the caller has listed them.
 
     Raises:
@@ -402,7 +408,7 @@ def claimed(
         names = place.remote.listing(ATTEMPTS) if names is None else names
         number = max(numbers(names, "json", "committing", "clearing"), default=0) + 1
         names = None
-        attempt = ObjectAttempt(place, f"{number:06d}-{token}", overwrite)
+        attempt = ObjectAttempt(place, f"{number:06d}-{token}")
         about = {
             "id": attempt.id,
             "host": socket.gethostname(),
@@ -421,33 +427,28 @@ def claimed(
             )
 
 
-def begin(
-    place: Location, *, overwrite: bool = False, allow_unconditional: bool = False
-) -> ObjectAttempt:
+def begin(place: Location, options: SaveOptions) -> ObjectAttempt:
     """Claim a target, and delete the objects of dead attempts. One process calls it.
 
-    Args:
-        place: the target.
-        overwrite: whether a checkpoint at the target may be replaced. It is deleted here, its
-            commit first. Until the new commit the target holds no checkpoint, and never a mixed
-            one.
-        allow_unconditional: accept a store that ignores create-if-absent.
+    With ``overwrite``, a checkpoint at the target is deleted here, its commit first. Until the new
+    commit the target holds no checkpoint, and never a mixed one.
 
     Raises:
         CheckpointExistsError: the target holds a checkpoint and ``overwrite`` is false.
         StorageError: the store refused, did not answer, or ignores create-if-absent.
     """
     claims, committed = run_together(
-        lambda: place.remote.listing(ATTEMPTS), lambda: not overwrite and is_committed(place)
+        lambda: place.remote.listing(ATTEMPTS),
+        lambda: not options.overwrite and is_committed(place),
     )
     if committed:
         raise exists_error(place)
-    if not allow_unconditional:
+    if not options.allow_unconditional:
         _require_conditions(place)
-    attempt = claimed(place, overwrite, claims)
+    attempt = claimed(place, claims)
     try:
         names = attempt.settled_names()
-        if not overwrite and is_committed(place, names):
+        if not options.overwrite and is_committed(place, names):
             raise exists_error(place)
         if attempt.clear(remains(place, names)):
             attempt.check()

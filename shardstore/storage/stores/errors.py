@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ _PLACES = re.compile(
     # Requests (AWS Signature Version 4)"): the access key comes before the date.
     r"Credential=(?P<signed>[^\s/%,*]+)(?=/|%2F)"
     # In XML: the answers of the token service.
-    rf"|<(?:{_NAMES})>(?P<element>[^<*]+)<"
+    rf"|<(?:aws)?(?:{_NAMES})>(?P<element>[^<*]+)<"
     # In JSON, and in the repr of Python dicts.
     rf"|\b(?:aws_)?(?:{_NAMES}|{_HEADERS})[\"']+\s*:\s*b?[\"'](?!AWS4-)(?P<quoted>[^\"'*]+)[\"']"
     # In signed headers, and in query strings.
@@ -153,6 +153,7 @@ _DENIED_ELSEWHERE = (
     "what they are allowed to do there"
 )
 
+
 _READING = ("reading", "looking for", "listing")
 
 
@@ -191,7 +192,7 @@ def explained(doing: str, url: str, error: BaseException) -> StorageError:
     code = code_of(error)
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300].rstrip(".")
-    if code is not None and code in _REMEDIES:
+    if code in _REMEDIES:
         advice = remedy(code, doing)
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
         advice = _CREDENTIALS
@@ -227,11 +228,14 @@ def code_of(error: BaseException | None) -> str | None:
 
 def _answer(error: BaseException | None) -> dict[str, Any]:
     """Return the store's answer, which botocore keeps in its error; empty if there is none."""
+    answers = (getattr(one, "response", None) for one in _causes(error))
+    return next((answer for answer in answers if isinstance(answer, dict)), {})
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
-        if isinstance(found := getattr(error, "response", None), dict):
-            return found
+        yield error
         error = error.__cause__
-    return {}
 
 
 def is_refusal(failure: BaseException) -> bool:
@@ -249,14 +253,10 @@ def is_refusal(failure: BaseException) -> bool:
         about = answer.get("ResponseMetadata") or {}
         is_last = _is_4xx(about.get("HTTPStatusCode")) and not about.get("RetryAttempts")
         return is_last or code_of(failure) == "SlowDown"
-    last: BaseException = failure
-    while True:
+    for last in _causes(failure):
         # adlfs; gcsfs
         if _is_4xx(getattr(last, "status_code", None)) or _is_4xx(getattr(last, "code", None)):
             return True
-        if last.__cause__ is None:
-            break
-        last = last.__cause__
     if isinstance(last, ConnectionError | TimeoutError):
         return False
     return isinstance(last, PermissionError) or getattr(last, "errno", None) is not None

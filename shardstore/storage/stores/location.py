@@ -34,6 +34,9 @@ _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<re
 
 _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of reading a file or folder that does not exist, or is of the other kind."""
+
 
 def shown(place: object) -> str:
     """Return a path or URL for error texts and logs, with the user and password part hidden."""
@@ -167,7 +170,7 @@ def open_regular(path: str) -> int:
     """
     mode = 0
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link to itself, a socket
             raise
@@ -350,14 +353,13 @@ class Location:
         if not self.is_local:
             return self.remote.read_range(name, start, stop)
         path = f"{self.url}/{name}"
-        with store_errors("reading", path):
-            try:
-                with open(open_regular(path), "rb") as file:
-                    size = os.fstat(file.fileno()).st_size
-                    file.seek(min(start, size))
-                    return file.read(max(0, (size if stop is None else min(stop, size)) - start))
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                return None
+        with store_errors("reading", path), suppress(*ABSENT):
+            fd = open_regular(path)
+            with open(fd, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(min(start, size))
+                return file.read(max(0, (size if stop is None else min(stop, size)) - start))
+        return None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small document and create its folders. Never write through a symbolic link.
@@ -393,13 +395,13 @@ class Location:
                     os.fsync(file.fileno())
                 os.replace(fresh, path)
                 fsync(os.path.dirname(path))
-            except OSError:
+            finally:
                 with suppress(OSError):
                     os.unlink(fresh)
-                raise
 
-    def stamp(self, name: str) -> object | None:
-        """Return a value that changes when a document is replaced; ``None`` if there is none.
+    def stamp(self, name: str) -> tuple[int, object] | None:
+        """Return the size of a file in bytes, and a value that changes when the file is replaced;
+        ``None`` if there is no such file.
 
         Raises:
             StorageError: the store failed.
@@ -408,19 +410,7 @@ class Location:
             return self.remote.stamp(name)
         with suppress(OSError):
             found = os.stat(f"{self.url}/{name}")
-            return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
-        return None
-
-    def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes; ``None`` if there is no such file.
-
-        Raises:
-            StorageError: the store failed.
-        """
-        if not self.is_local:
-            return {at: size for at, size, _ in self.remote.details(name)}.get(name)
-        with suppress(OSError):
-            return os.stat(f"{self.url}/{name}").st_size
+            return found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns)
         return None
 
     def exists(self, name: str = "") -> bool:
@@ -431,10 +421,8 @@ class Location:
         return self.remote.exists(name)
 
     def is_dir(self, name: str = "") -> bool:
-        """Return whether a name is a folder (in an object store, a prefix of other objects)."""
-        if self.is_local:
-            return os.path.isdir(os.path.join(self.url, name) if name else self.url)
-        return not name or bool(self.remote.listing(name))
+        """Return whether a name is a folder of the operating system."""
+        return self.is_local and os.path.isdir(os.path.join(self.url, name))
 
     def listing(self, name: str = "") -> list[str]:
         """Return the names directly below a folder; empty if there is none.
@@ -444,13 +432,9 @@ class Location:
         """
         if self.is_local:
             path = os.path.join(self.url, name) if name else self.url
-            with store_errors("listing", path):
-                try:
-                    return sorted(os.listdir(path))
-                except OSError as error:
-                    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                        return []
-                    raise
+            with store_errors("listing", path), suppress(*ABSENT):
+                return sorted(os.listdir(path))
+            return []
         return self.remote.listing(name)
 
     def walk(self, name: str = "") -> list[str]:

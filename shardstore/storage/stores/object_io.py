@@ -235,28 +235,6 @@ def read_objects(
     return found
 
 
-def put_objects(
-    location: Location,
-    objects: Sequence[tuple[str, bytes]],
-    check: Callable[[], None],
-) -> None:
-    """Create many small objects in parallel, see :func:`begin_create`.
-
-    Args:
-        location: the location below which the objects are created.
-        objects: names, relative to the location, and contents.
-        check: raises unless existing objects may be replaced.
-
-    Raises:
-        StorageError: the store failed.
-    """
-    if objects:
-        io = object_io(location)
-        run_requests(
-            io, objects, lambda item, _: begin_create(io, location, item[0], [item[1]], check)
-        )
-
-
 def begin_create(
     io: ObjectIO,
     location: Location,

@@ -26,6 +26,7 @@ from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores import s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
+from shardstore.storage.stores.location import ABSENT
 
 FIRST_DEADLINE_S = 20.0
 """Deadline of a request to a store that has not yet answered this process. It is short, to detect
@@ -37,8 +38,6 @@ SLOWEST_BYTES_PER_S = 128 * 1024
 DELETE_BATCH = 250
 """Keys in one bulk deletion. S3 allows a thousand (Amazon S3 API, DeleteObjects), but some stores
 delete them sequentially before they answer."""
-SINGLE_DELETES = 16
-"""Keys that a thread deletes sequentially if the store has no bulk deletion."""
 DELETE_REQUESTS = 8
 """Concurrent deletions."""
 DELETE_TRIES = 4
@@ -81,19 +80,15 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
 
 def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> Any:
     keep_quiet_about(options, *(s3.profile_secrets() if is_s3 else ()))
+    if is_s3 and (wrong := s3.problem_of(options, os.environ)):
+        raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
+    given = s3.s3fs_options(options) if is_s3 else options
     try:
-        given = dict(options)
-        if is_s3:
-            if wrong := s3.problem_of(options, os.environ):
-                raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
-            given = s3.s3fs_options(options)
         made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
         # A listing of the claims decides who owns a target, so it must not come from a cache. Not
         # all file systems have an option for this.
         made.dircache = DirCache(use_listings_cache=False)
         return made
-    except CheckpointingException:
-        raise
     except (TypeError, ValueError) as error:
         if "rotocol not known" in str(error):
             raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
@@ -244,11 +239,12 @@ class RemoteStore:
         """Return whether there is a document, or anything below that name."""
         return bool(self._info(name))
 
-    def stamp(self, name: str) -> object | None:
-        """Return a value that changes when a document is replaced; ``None`` if there is none."""
+    def stamp(self, name: str) -> tuple[int, object] | None:
+        """Return the size of a document in bytes, and a value that changes when it is replaced;
+        ``None`` if there is none."""
         about = self._info(name)
         tag = about.get("ETag") or about.get("etag")
-        return repr((tag, _written_at(about), about.get("size"))) if about else None
+        return (about.get("size") or 0, repr((tag, _written_at(about)))) if about else None
 
     def _info(self, name: str) -> Mapping[str, Any]:
         with suppress(FileNotFoundError), self.errors("looking for", name, absent=True):
@@ -289,25 +285,15 @@ class RemoteStore:
             if path.lstrip("/").startswith(base)
         )
 
-    @property
-    def deletes_at_once(self) -> int:
-        """Number of documents that the concurrent requests of :meth:`delete` can take."""
-        return DELETE_REQUESTS * self._delete_batch
-
-    @property
-    def _delete_batch(self) -> int:
-        in_bulk = isinstance(self.fs, AsyncFileSystem) and hasattr(self.fs, "_bulk_delete")
-        return DELETE_BATCH if in_bulk else SINGLE_DELETES
-
     def delete(self, names: Sequence[str]) -> None:
         """Delete documents, in bulk requests if the store has them. A missing document is no
         error."""
+        paths = [self._path(name) for name in names]
+        in_bulk = hasattr(self.fs, "_call_s3")
+        work, at_once = (self._delete_keys, DELETE_BATCH) if in_bulk else (self._delete_each, 1)
         with self.errors("deleting below", ""):
-            paths = [self._path(name) for name in names]
-            batch = self._delete_batch
-            work = self._delete_keys if batch == DELETE_BATCH else self._delete_each
-            run_batched(paths, work, threads=DELETE_REQUESTS, batch_weight=batch)
-            if batch == DELETE_BATCH:
+            run_batched(paths, work, threads=DELETE_REQUESTS, batch_weight=at_once)
+            if in_bulk:
                 return
             # These stores have folders: remove the empty ones. A folder that another writer has
             # used in the meantime is not empty, and stays.
@@ -387,10 +373,9 @@ class RemoteStore:
         try:
             self.fs.pipe_file(fresh, data)
             self.fs.mv(fresh, path)
-        except BaseException:
+        finally:
             with suppress(OSError):
                 self.fs.rm_file(fresh)
-            raise
 
     def deadline_s(self, size: int = 0) -> float:
         """Return the deadline in seconds of a request that transfers ``size`` bytes."""
@@ -428,7 +413,7 @@ class RemoteStore:
             yield
         except CheckpointingException:
             raise
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        except ABSENT as error:
             if code_of(error) == "NoSuchBucket" or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None

@@ -44,15 +44,10 @@ for _name, _value in (
     if _value and "tensorstore" not in sys.modules:
         os.environ.setdefault(_name, _value)
 
-_forked = False
+_inherited: set[str] = set()
+"""Modules that were imported before this process was forked."""
 
-
-def _in_child() -> None:
-    global _forked
-    _forked = "tensorstore" in sys.modules
-
-
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=lambda: _inherited.update(sys.modules))
 
 
 def surroundings() -> object:
@@ -71,7 +66,7 @@ def surroundings() -> object:
 def has_forked() -> bool:
     """Return whether this process was forked after the import of TensorStore, which would abort the
     process when used."""
-    return _forked
+    return "tensorstore" in _inherited
 
 
 def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
@@ -247,7 +242,7 @@ def _unsupported(fs: Any, client: Any, url: str) -> str:
         "accelerated transfers": s3.get("use_accelerate_endpoint"),
         "unsigned content": s3.get("payload_signing_enabled") is False,
         "a bucket of this name": not _BUCKET.fullmatch(url.split("/")[2]),
-        "a process that was forked after TensorStore's import": _forked,
+        "a process that was forked after TensorStore's import": has_forked(),
         "a system without files in memory": not hasattr(os, "memfd_create"),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
