@@ -145,14 +145,16 @@ def deaths(folder: Path, dying: dict[int, float], when: str) -> None:
     ]
     processes = start(calls)
     begun = time.monotonic()
+    ended = []
     for process in processes:
         process.join(max(1.0, 150 - (time.monotonic() - begun)))
+        ended.append(process.exitcode)
         process.kill()
         process.join()
     died = min(float(path.read_text()) for path in folder.glob("*.dead"))
     for rank in set(range(WORLD)) - dying.keys():
         path = folder / f"{rank}.outcome"
-        assert path.exists(), f"rank {rank} was told nothing, {dying}, {when}"
+        assert path.exists(), f"rank {rank} was told nothing, {dying}, {when}, {ended}"
         text, failures, told = pickle.loads(path.read_bytes())
         about = f"rank {rank}, {dying}, {when}, {told - died:.1f} s: {text}"
         assert failures.keys() & dying.keys(), about
