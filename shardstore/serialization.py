@@ -15,12 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 import torch
 
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import (
-    CONTENT_METADATA_KEY,
-    DEFAULT_BUDGET_BYTES,
-    find_strategies,
-    opened,
-)
+from shardstore.loading.context import CONTENT_METADATA_KEY, find_strategies, opened
 from shardstore.loading.plan import part_of
 from shardstore.loading.run import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
@@ -29,7 +24,7 @@ from shardstore.saving.run import prepare, run_save
 from shardstore.saving.session import Part
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import INTEGRITY_NAME
-from shardstore.storage.options import SaveKeywords, options_of, require_bool
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, options_of, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -131,7 +126,6 @@ def save(
             raise ArgumentError(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
             )
-        require_bool("verify_integrity", verify_integrity)
         require_bool("async_sharded_save", async_sharded_save)
         return prepare(
             sharded_state_dict,
@@ -141,9 +135,10 @@ def save(
             background="" if async_sharded_save else None,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
+            verify_integrity=verify_integrity,
         )
 
-    return run_save(checkpoint_dir, prepared, verify_integrity=verify_integrity)[1]
+    return run_save(checkpoint_dir, prepared)[1]
 
 
 def save_strategies(
@@ -232,9 +227,9 @@ def load(
             or only some ranks of a group want to share their reading.
         RanksError: another rank failed, or did not answer in time.
     """
-    call = LoadCall(**locals())  # its fields are the parameters of this function
-    # Looked up at call time, because programs replace it.
-    return run_load(call, load_sharded_metadata)
+    # Its fields are the parameters of this function. The function for metadata is looked up at call
+    # time, because programs replace it.
+    return run_load(LoadCall(**locals(), stored_metadata=load_sharded_metadata))
 
 
 def load_plain_tensors(
@@ -276,13 +271,14 @@ def load_plain_tensors(
     call = LoadCall(
         sharded_state_dict=wanted,
         checkpoint_dir=checkpoint_dir,
+        stored_metadata=load_sharded_metadata,
         # Ranks may ask for the same elements, so the access pattern is not checked.
         validate_access_integrity=False,
         storage_options=storage_options,
         map_location=map_location,
         error=error,
     )
-    loaded = cast(StateDict, run_load(call, load_sharded_metadata))
+    loaded = cast(StateDict, run_load(call))
     return loaded if chosen is None else {key: loaded[key] for key in chosen}
 
 

@@ -189,12 +189,10 @@ def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone | 
 def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[Any]]:
     """Cut a buffer into arrays of the pieces' shapes and stored data types."""
     starts = accumulate((piece.size_bytes for piece in batch), initial=0)
-    views = []
-    for piece, start in zip(batch, starts, strict=False):
-        dtype = dtypes.numpy_dtype(piece.array.dtype)
-        raw = buffer[start : start + piece.box.size * dtype.itemsize]
-        views.append(raw.view(dtype).reshape(piece.box.shape))
-    return views
+    return [
+        np.ndarray(piece.box.shape, dtypes.numpy_dtype(piece.array.dtype), buffer, start)
+        for piece, start in zip(batch, starts, strict=False)
+    ]
 
 
 def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +21,9 @@ from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict,
 from shardstore.saving.replicas import copies_of
 from shardstore.saving.session import Part, SaveSession
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
-from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.publish import About
-from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import SaveOptions, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -38,7 +35,7 @@ from shardstore.validation import comparable, compare_common, validate_sharded_o
 
 
 def run_save(
-    place: str | Path, prepared: Callable[[], Part], *, verify_integrity: bool = False
+    place: str | Path, prepared: Callable[[], Part]
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
@@ -46,23 +43,13 @@ def run_save(
         place: the target as the caller gave it, for error texts.
         prepared: returns this rank's part of the save, see :func:`prepare`. Every rank raises its
             error.
-        verify_integrity: see :func:`shardstore.save`.
 
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
     """
     with collector_paused():
         session, part = SaveSession.begin(Ranks.current(), place, prepared)
-        request = session.run(part, lambda session: _write(session, part))
-    if verify_integrity:
-        what = f"writing {INTEGRITY_NAME} of {session.target.url}"
-        decide = lambda _: write_integrity(session.target)  # noqa: E731
-        add = partial(session.later.together, what=what, decide=decide)
-        if request is None:
-            add()
-        else:
-            request.add_finalize_fn(add)
-    return session, request
+        return session, session.run(lambda session: _write(session, part))
 
 
 def prepare(
@@ -74,6 +61,7 @@ def prepare(
     background: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    verify_integrity: bool = False,
 ) -> Part:
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
@@ -91,6 +79,7 @@ def prepare(
         base = Location.of(options.base)
         base = base if base.options else Location(base.url, target.options)
     require_group("replica_group", options.replica_group)
+    require_bool("verify_integrity", verify_integrity)
     check_state(given_state)
     if not isinstance(content_metadata, dict | None):
         raise ArgumentError(f"content_metadata={content_metadata!r:.100} must be a dict")
@@ -131,6 +120,7 @@ def prepare(
         base=base,
         adopts=state_dict is not given_state,
         background=background,
+        verify_integrity=verify_integrity,
     )
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
@@ -146,7 +136,7 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
     meets = _meets_to_plan(sharded_strategy)
-    session.plans = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
+    session.plans = meets == "always" or (meets == "layouts" and session.plans)
     if agreed.common and not session.ranks.is_coordinator:
         compare_common(part.compared, agreed.common, session.ranks.rank)
     tensors, objects = part.sharded, None
