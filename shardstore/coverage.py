@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from shardstore.errors import (
     AccessPatternError,
@@ -111,19 +111,12 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
     layouts = Layouts()
     for key, held in _by_key(_parsed(reports)).items():
         _check_same(held, AccessPatternError)
-        irregular: list[Box] = []
-        by_shard: dict[Box, list[FlatRange]] = defaultdict(list)
-        for rank, tensor in cast(list[tuple[int, ShardedTensor]], held):
-            if tensor.axis_fragmentations is None:
-                irregular.append(local_box(tensor))
-            if tensor.flattened_range is not None:
-                by_shard[local_box(tensor)].append(FlatRange(*flat_bounds(tensor), rank))
+        tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
+        irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
         if irregular:
-            layouts.edges[key] = cut_gcd(held[0][1].global_shape, irregular)
-        for box, ranges in by_shard.items():
-            found = sorted(r for r in ranges if r.stop > r.start)
-            check_flat_ranges(key, box, found)
-            layouts.ranges.setdefault(key, {})[box] = found
+            layouts.edges[key] = cut_gcd(tensors[0].global_shape, irregular)
+        if ranges := _flat_ranges(held):
+            layouts.ranges[key] = ranges
     return layouts
 
 
@@ -134,27 +127,37 @@ def is_first(tensor: ShardedTensor) -> bool:
     return tensor.flattened_range is None or flat_bounds(tensor)[0] == 0
 
 
-def check_flat_ranges(key: str, box: Box, ranges: Sequence[FlatRange]) -> None:
-    """Check that flattened ranges cover a shard exactly once.
+def _flat_ranges(held: _Held) -> dict[Box, list[FlatRange]]:
+    """Return the flattened ranges of main replicas by shard, in order. Check that they cover each
+    shard exactly once.
 
     Raises:
         AccessPatternError: elements are held twice or not at all; the text names them and the
             ranks.
     """
-    fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
-    if fault is None:
-        return
-    ranks = [ranges[number].rank for number in fault.shards]
-    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
-    raise AccessPatternError(
-        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
-        f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly once: "
-        f"elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
-        f"{many if ranks else 'are held by no rank'}; ranges by rank: "
-        f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
-        key=key,
-        rank=ranks[0] if ranks else None,
-    )
+    found: dict[Box, list[FlatRange]] = defaultdict(list)
+    for rank, item in held:
+        if not isinstance(item, ShardedTensor) or item.flattened_range is None:
+            continue
+        if is_main_replica(item.replica_id):
+            found[local_box(item)].append(FlatRange(*flat_bounds(item), rank))
+    for box, ranges in found.items():
+        ranges[:] = sorted(r for r in ranges if r.stop > r.start)
+        fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
+        if fault is None:
+            continue
+        key, ranks = held[0][1].key, [ranges[number].rank for number in fault.shards]
+        many = f"are held by {len(ranks)} main replicas, on ranks {_shown(ranks)}"
+        raise AccessPatternError(
+            "Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
+            f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly "
+            f"once: elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
+            f"{many if ranks else 'are held by no rank'}; ranges by rank: "
+            f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
+            key=key,
+            rank=ranks[0] if ranks else None,
+        )
+    return dict(found)
 
 
 # -- coverage --------------------------------------------------------------------------------------
@@ -258,9 +261,10 @@ def check_reports(reports: Sequence[bytes]) -> None:
 def _check_cover(held: _Held) -> None:
     """Check that ranks describe a tensor or object alike, and that its main replicas tile it."""
     _check_same(held)
-    # Flat ranges of one box count as one tile of the global tensor and are checked within it.
-    tiles: dict[tuple[Box, int | None], _Held] = defaultdict(list)
-    for number, (rank, item) in enumerate(held):
+    sample, flat = held[0][1], _flat_ranges(held)
+    # Flat ranges of one box count as one tile of the global tensor.
+    tiles = [(box, [r.rank for r in ranges]) for box, ranges in flat.items()]
+    for rank, item in held:
         box = _box_of(item)
         if not is_within(box, item.global_shape):
             raise AccessPatternError(
@@ -270,29 +274,26 @@ def _check_cover(held: _Held) -> None:
                 key=item.key,
                 rank=rank,
             )
-        if is_main_replica(item.replica_id):
-            is_flat = isinstance(item, ShardedTensor) and item.flattened_range is not None
-            tiles[box, None if is_flat else number].append((rank, item))
-    sample = held[0][1]
+        is_flat = isinstance(item, ShardedTensor) and item.flattened_range is not None
+        if is_main_replica(item.replica_id) and not is_flat:
+            tiles.append((box, [rank]))
     fault = find_tiling_fault([box for box, _ in tiles], sample.global_shape)
     if fault is not None:
-        owners = list(tiles.values())
-        concerned = [one for number in fault.shards for one in owners[number]]
-        many = f"has {len(concerned)} main replicas, on ranks {_ranks(concerned)}"
+        ranks = [rank for number in fault.shards for rank in tiles[number][1]]
+        many = f"has {len(ranks)} main replicas, on ranks {_shown(ranks)}"
+        example: object = sample.without_data()
+        if isinstance(sample, ShardedObject):
+            example = replace(sample, global_offset=fault.offset).unique_key
         raise AccessPatternError(
             f"Invalid access pattern for {sample.key!r}, of global shape {sample.global_shape} and "
-            f"held by ranks {_ranks(held)}: the region at offset {fault.offset} of shape "
-            f"{fault.shape} {many if concerned else 'has no main replica on any rank'}. Each "
-            f"element must belong to exactly one shard with replica_id 0; check offsets and "
-            f"replica ids. One of the shards: {sample.without_data()}",
+            f"held by ranks {_shown(rank for rank, _ in held)}: the region at offset "
+            f"{fault.offset} of shape {fault.shape} "
+            f"{many if ranks else 'has no main replica on any rank'}. Each element must belong to "
+            "exactly one shard with replica_id 0; check offsets and replica ids. One of the "
+            f"shards: {example}",
             key=sample.key,
-            rank=concerned[0][0] if concerned else None,
+            rank=ranks[0] if ranks else None,
         )
-    for (box, own_tile), members in tiles.items():
-        if own_tile is None:
-            flat = cast(list[tuple[int, ShardedTensor]], members)
-            ranges = [FlatRange(*flat_bounds(tensor), rank) for rank, tensor in flat]
-            check_flat_ranges(sample.key, box, ranges)
 
 
 def _box_of(item: ShardedTensor | ShardedObject) -> Box:
@@ -335,9 +336,9 @@ _AGREED: dict[str, type[CheckpointingException]] = {
 ``None`` on some of the ranks is an error."""
 
 
-def _ranks(held: _Held) -> list[int]:
-    """Return the ranks that hold shards, at most 16 of them."""
-    return sorted({rank for rank, _ in held})[:16]
+def _shown(ranks: Iterable[int]) -> list[int]:
+    """Return ranks for an error text, at most 16 of them."""
+    return sorted(set(ranks))[:16]
 
 
 # -- geometry --------------------------------------------------------------------------------------

@@ -272,6 +272,7 @@ def test_objects() -> None:
     with pytest.raises(AccessPatternError, match=r"Invalid access pattern for 'obj'") as e:
         validate_sharding_integrity([[_object(0, 2)], [_object(1, 2)], [_object(0, 2)]])
     assert "offset (0,) of shape (1,) has 2 main replicas, on ranks [0, 2]" in str(e.value)
+    assert "obj/shard_0_2" in str(e.value)
     with pytest.raises(AccessPatternError, match=r"Invalid access pattern for 'obj'") as e:
         validate_sharding_integrity([[_object(0, 3)], [_object(1, 3, 1)]])
     assert "offset (1,) of shape (2,) has no main replica on any rank" in str(e.value)
