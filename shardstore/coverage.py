@@ -84,18 +84,13 @@ def is_empty_range(tensor: ShardedTensor) -> bool:
 def not_alone(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     """Return the shards that a rank cannot plan without the layouts of other ranks: the main
     replicas of irregular cuts and flattened ranges."""
-    return [
-        tensor
-        for tensor in tensors
-        if is_main_replica(tensor.replica_id)
-        and (
-            tensor.flattened_range is not None
-            or (
-                tensor.axis_fragmentations is None
-                and local_box(tensor).shape != tensor.global_shape
-            )
-        )
-    ]
+    found = []
+    for tensor in tensors:
+        is_flat, irregular = tensor.flattened_range is not None, tensor.axis_fragmentations is None
+        is_part = is_flat or (irregular and local_box(tensor).shape != tensor.global_shape)
+        if is_part and is_main_replica(tensor.replica_id):
+            found.append(tensor)
+    return found
 
 
 def merge_layouts(reports: Sequence[bytes]) -> Layouts:

@@ -175,8 +175,21 @@ class ShardedTensor(ShardedBase):
                     f"tensor; give 0 <= start <= stop <= {size}",
                     ShapeMismatchError,
                 )
-        if self.data is not None:
-            self._validate_data(self.data)
+        if (data := self.data) is not None:
+            _require_tensor(self.key, data)
+            if data.dtype != self.dtype:
+                raise self._wrong(
+                    f"the data has dtype {data.dtype}, but dtype is {self.dtype}; convert the data "
+                    "or correct dtype",
+                    DTypeMismatchError,
+                )
+            if data.shape != (expected := data_shape(self)):
+                what = "local_shape" if flat is None else "the 1-D flattened shape"
+                raise self._wrong(
+                    f"the data has shape {tuple(data.shape)}, {data.numel()} elements, but {what} "
+                    f"is {expected}; pass data of this shape or correct the description",
+                    ShapeMismatchError,
+                )
         local, offset, parts = self.local_shape, self.global_offset, self.axis_fragmentations
         prepended, ndim = self.prepend_axis_num, len(self.global_shape)
         if not ndim == len(offset) == len(local) + prepended:
@@ -200,22 +213,6 @@ class ShardedTensor(ShardedBase):
                     f"along global axis {axis} the offset {offset[axis]} is not a multiple of the "
                     f"local length {size}; for an irregular cut pass axis_fragmentations=None"
                 )
-
-    def _validate_data(self, data: torch.Tensor) -> None:
-        _require_tensor(self.key, data)
-        if data.dtype != self.dtype:
-            raise self._wrong(
-                f"the data has dtype {data.dtype}, but dtype is {self.dtype}; convert the data or "
-                "correct dtype",
-                DTypeMismatchError,
-            )
-        if data.shape != (expected := data_shape(self)):
-            what = "local_shape" if self.flattened_range is None else "the 1-D flattened shape"
-            raise self._wrong(
-                f"the data has shape {tuple(data.shape)}, {data.numel()} elements, but {what} is "
-                f"{expected}; pass data of this shape or correct the description",
-                ShapeMismatchError,
-            )
 
     @classmethod
     def from_rank_offsets(

@@ -204,8 +204,9 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
                 apply_claims(adopted.wanted, owners)
                 _, answer = step(
                     lambda: _report(call, adopted),
-                    pickle.dumps,
-                    lambda said: pickle.dumps(_checked(call, [pickle.loads(one) for one in said])),
+                    bytes,
+                    lambda reports: pickle.dumps(_checked(call, reports)),
+                    join_reports,
                 )
                 request, asked = adopted, pickle.loads(answer)
             (read, missing, unexpected), _ = step(
@@ -304,11 +305,11 @@ def _adopt(call: LoadCall, context: LoadContext) -> _Request:
     )
 
 
-def _report(call: LoadCall, request: _Request | None) -> bytes | None:
-    """Return the report of this rank's shards for the coordinator; ``None`` if they are not known
+def _report(call: LoadCall, request: _Request | None) -> bytes:
+    """Return the report of this rank's shards for the coordinator; no bytes if they are not known
     yet, and a report without shards if none are compared."""
     if request is None:
-        return None
+        return b""
     compared = call.validate_access_integrity or call.compares_all
     return report_shards(nested_values(request.wanted) if compared else ())
 
@@ -316,7 +317,7 @@ def _report(call: LoadCall, request: _Request | None) -> bytes | None:
 def _joined(said: Sequence[bytes]) -> bytes:
     """Join the reports of several ranks into one."""
     reports, offers = zip(*map(pickle.loads, said), strict=True)
-    report = None if None in reports else join_reports(reports)
+    report = join_reports(reports) if all(reports) else b""
     return pickle.dumps((report, [one for some in offers for one in some]))
 
 
@@ -333,7 +334,7 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
         check_integrity(location)
     documents = read_documents(location, DOCUMENTS)
     asked: set[str] | None = None
-    if None not in reports:
+    if all(reports):
         asked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else set()
     return pickle.dumps(((location.url, documents), asked, apart))
 

@@ -20,13 +20,7 @@ from numpy.typing import NDArray
 
 from shardstore.coverage import FlatRange, Layouts, is_first
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
-from shardstore.mapping import (
-    ShardedTensor,
-    flat_bounds,
-    is_main_replica,
-    is_within,
-    local_box,
-)
+from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, is_within, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta

@@ -135,7 +135,11 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     assert part.strategies is not None  # prepare() has set them
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
-    meets = _meets_to_plan(sharded_strategy)
+    innermost: object = sharded_strategy
+    while (base := getattr(innermost, "base_strategy", None)) is not None:
+        innermost = base
+    # When the strategy lets the ranks meet to plan: "always", to exchange "layouts", or never.
+    meets = getattr(innermost, "meets_to_plan", None)
     session.plans = meets == "always" or (meets == "layouts" and session.plans)
     if agreed.common and not session.ranks.is_coordinator:
         compare_common(part.compared, agreed.common, session.ranks.rank)
@@ -156,14 +160,6 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
     sharded_strategy.save(tensors, place)
     return None
-
-
-def _meets_to_plan(strategy: object) -> str | None:
-    """Return when a strategy, or the strategy that it wraps, lets the ranks meet to plan:
-    ``"always"``, to exchange ``"layouts"``, or never."""
-    while (base := getattr(strategy, "base_strategy", None)) is not None:
-        strategy = base
-    return getattr(strategy, "meets_to_plan", None)
 
 
 def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:

@@ -110,8 +110,7 @@ class Part:
 class _Opening:
     """A rank's report at the beginning of a save."""
 
-    target: str
-    base: str | None
+    place: str
     needs_layouts: bool
     adopts: bool
     copies: bytes
@@ -173,10 +172,9 @@ class SaveSession:
             tensors would have as arrays.
     """
 
-    def __init__(
-        self, ranks: Ranks, later: Ranks, part: Part, agreed: Agreement, attempt: Attempt
-    ) -> None:
-        self.ranks, self.later = ranks, later
+    def __init__(self, ranks: Ranks, part: Part, agreed: Agreement, attempt: Attempt) -> None:
+        self.ranks = ranks
+        self.later = ranks.over(part.background) if part.background else ranks
         # Not the part itself, which refers to the caller's tensors.
         self.target, self.options, self.about = part.target, part.options, part.about
         self.background, self.verify_integrity = part.background, part.verify_integrity
@@ -234,8 +232,7 @@ class SaveSession:
             agreed: Agreement = pickle.loads(answer)
             (part,) = prepared
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-            later = ranks.over(part.background) if part.background else ranks
-            session = cls(ranks, later, part, agreed, attempt)
+            session = cls(ranks, part, agreed, attempt)
         except BaseException:
             for attempt in begun:
                 attempt.abandon()
@@ -481,8 +478,7 @@ def _opening(part: Part, ranks: Ranks) -> _Opening:
             url=url,
         )
     return _Opening(
-        url,
-        None if part.base is None else part.base.url,
+        f"to {url} with base={part.base and part.base.url}",
         bool(not_alone(part.tensors)),
         part.adopts,
         xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
@@ -494,7 +490,14 @@ def _opening(part: Part, ranks: Ranks) -> _Opening:
 def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
-    _check_same_target(openings)
+    first, *others = [one.place for one in openings]
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise AccessPatternError(
+                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
+                "and base",
+                rank=rank,
+            )
     common = b"" if part.compared is None else pickled(part.compared)
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
@@ -518,18 +521,6 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
 def session_of(place: str | Path | Location) -> SaveSession | None:
     """Return the session whose attempt is written at a place, in this process."""
     return _open.get(Location.of(place).url)
-
-
-def _check_same_target(openings: Sequence[_Opening]) -> None:
-    """Check that all ranks save to the same place, with the same base."""
-    first, *others = [f"to {one.target} with base={one.base}" for one in openings]
-    for rank, other in enumerate(others, 1):
-        if other != first:
-            raise AccessPatternError(
-                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
-                "and base",
-                rank=rank,
-            )
 
 
 def _check_objects(merged: Merged, world_size: int) -> None:
