@@ -214,17 +214,15 @@ def _by_key(parsed: Iterable[Any], only: Container[str] | None = None) -> dict[s
     found: dict[str, _Held] = defaultdict(list)
     for rank, (keys, numbers, cuts) in enumerate(parsed):
         for key, number in zip(keys, numbers, strict=True):
-            if only is None or key in only:
-                found[key].append((rank, _shard(key, cuts[number])))
+            if only is not None and key not in only:
+                continue
+            if len(cuts[number]) == _OBJECT_VALUES:
+                found[key].append((rank, ShardedObject(key, None, *cuts[number])))
+                continue
+            *values, flat = cuts[number]
+            values.append(None if flat is None else slice(*flat))
+            found[key].append((rank, ShardedTensor(key, None, *values)))
     return found
-
-
-def _shard(key: str, cut: tuple[Any, ...]) -> ShardedTensor | ShardedObject:
-    if len(cut) == _OBJECT_VALUES:
-        return ShardedObject(key, None, *cut)
-    *values, flat = cut
-    values.append(None if flat is None else slice(*flat))
-    return ShardedTensor(key, None, *values)
 
 
 def check_reports(reports: Sequence[bytes]) -> None:
@@ -260,7 +258,9 @@ def _check_cover(held: _Held) -> None:
     # Flat ranges of one box count as one tile of the global tensor.
     tiles = [(box, [r.rank for r in ranges]) for box, ranges in flat.items()]
     for rank, item in held:
-        box = _box_of(item)
+        box, is_flat = Box(item.global_offset, (1,) * len(item.global_offset)), False
+        if isinstance(item, ShardedTensor):
+            box, is_flat = local_box(item), item.flattened_range is not None
         if not is_within(box, item.global_shape):
             raise AccessPatternError(
                 f"Invalid access pattern for {item.key!r}: the shard of rank {rank} at offset "
@@ -269,7 +269,6 @@ def _check_cover(held: _Held) -> None:
                 key=item.key,
                 rank=rank,
             )
-        is_flat = isinstance(item, ShardedTensor) and item.flattened_range is not None
         if is_main_replica(item.replica_id) and not is_flat:
             tiles.append((box, [rank]))
     fault = find_tiling_fault([box for box, _ in tiles], sample.global_shape)
@@ -289,12 +288,6 @@ def _check_cover(held: _Held) -> None:
             key=sample.key,
             rank=ranks[0] if ranks else None,
         )
-
-
-def _box_of(item: ShardedTensor | ShardedObject) -> Box:
-    if isinstance(item, ShardedTensor):
-        return local_box(item)
-    return Box(item.global_offset, (1,) * len(item.global_offset))
 
 
 def _check_same(held: _Held, kind: type[CheckpointingException] | None = None) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from shardstore import mapping, serialization
 from shardstore.core import DCP_BACKEND
-from shardstore.dict_utils import dict_list_map_outplace, extract_matching_values, merge
+from shardstore.dict_utils import dict_list_map_outplace, merge
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import (
     CONTENT_METADATA_KEY,
@@ -34,13 +34,14 @@ from shardstore.loading.context import (
     opened,
     using,
 )
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.storage.format.names import COMMON_STATE_NAME
 from shardstore.strategies import fully_parallel
 from shardstore.strategies import torch as dcp_strategies
 from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from shardstore.strategies.zarr import BACKEND as ZARR_BACKEND
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from shardstore.utils import extract_sharded_objects
 
 ROOT = "megatron.core.dist_checkpointing"
 FORMATS = (ZARR_BACKEND, DCP_BACKEND)
@@ -303,9 +304,7 @@ class AnyFormatLoadStrategy(dcp_strategies.TorchDistLoadShardedStrategy):
                 wanted = dict_list_map_outplace(partial(_renamed, NEW_PREFIX, OLD_PREFIX), wanted)
             loaded: StateDict = {}
             if not sharded.can_handle_sharded_objects:
-                objects, wanted = extract_matching_values(
-                    wanted, lambda value: isinstance(value, ShardedObject)
-                )
+                objects, wanted = extract_sharded_objects(wanted)
                 loaded = common.load_sharded_objects(objects, place)
             merge(loaded, sharded.load(wanted, place))
             return loaded

@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
 import torch
 
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import CONTENT_METADATA_KEY, find_strategies, opened
 from shardstore.loading.plan import part_of
@@ -25,7 +26,7 @@ from shardstore.saving.session import Part
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, options_of, require_bool
-from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     LoadCommonStrategy,
@@ -261,13 +262,20 @@ def load_plain_tensors(
         ArgumentError: a region has a step, or more axes than the tensor.
         RanksError: another rank failed, or did not answer in time.
     """
-    wanted: ShardedStateDict = {}
-    chosen: list[str] | None = None
-    error: BaseException | None = None
-    try:
-        wanted, chosen = _parts(checkpoint_dir, keys, region, storage_options)
-    except Exception as problem:
-        error = problem
+
+    def parts() -> tuple[ShardedStateDict, list[str] | None]:
+        """Return the wanted tensors, and their keys; ``None``: all keys."""
+        place = Location.of(checkpoint_dir, storage_options).place
+        if isinstance(keys, str) or not isinstance(keys, Iterable | None):
+            raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
+        tensors = load_tensors_metadata(place)
+        if keys is None and region is None:
+            return tensors, None
+        known = region if isinstance(region, Mapping) else tensors
+        chosen = list(known if keys is None else keys)
+        return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
+
+    (wanted, chosen), _ = Ranks.current().step(f"loading {shown(checkpoint_dir)}", parts)
     call = LoadCall(
         sharded_state_dict=wanted,
         checkpoint_dir=checkpoint_dir,
@@ -276,29 +284,9 @@ def load_plain_tensors(
         validate_access_integrity=False,
         storage_options=storage_options,
         map_location=map_location,
-        error=error,
     )
     loaded = cast(StateDict, run_load(call))
     return loaded if chosen is None else {key: loaded[key] for key in chosen}
-
-
-def _parts(
-    checkpoint_dir: str | Path,
-    keys: Iterable[str] | None,
-    region: Sequence[slice] | Mapping[str, Sequence[slice]] | None,
-    storage_options: Mapping[str, Any] | None,
-) -> tuple[ShardedStateDict, list[str] | None]:
-    """Return the state dict for :func:`load_plain_tensors`, and its keys; ``None``: all keys."""
-    place = Location.of(checkpoint_dir, storage_options).place
-    if isinstance(keys, str) or not isinstance(keys, Iterable | None):
-        raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
-    tensors = load_tensors_metadata(place)
-    if keys is None and region is None:
-        return tensors, None
-    if keys is None:
-        keys = region if isinstance(region, Mapping) else tensors
-    chosen = list(keys)
-    return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
 
 def get_default_save_sharded_strategy(

@@ -85,6 +85,11 @@ def extract_sharded_tensors(
     return _extract(sharded_state_dict, ShardedTensor)
 
 
+def extract_sharded_objects(sharded_state_dict: ShardedStateDict) -> _Split:
+    """Split off the objects. Both parts keep the original structure."""
+    return _extract(sharded_state_dict, ShardedObject)
+
+
 def extract_sharded_tensors_and_factories(
     sharded_state_dict: ShardedStateDict,
 ) -> _Split:

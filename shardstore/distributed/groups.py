@@ -110,9 +110,7 @@ def require_group(name: str, group: object) -> None:
     if group is None:
         return
     if torch.distributed.is_available():
-        from torch.distributed.distributed_c10d import GroupMember
-
-        outside: object = GroupMember.NON_GROUP_MEMBER  # a number
+        outside: object = torch.distributed.GroupMember.NON_GROUP_MEMBER  # a number
         is_outside = type(group) is type(outside) and group == outside
         if is_outside or isinstance(group, torch.distributed.ProcessGroup):
             return

@@ -22,7 +22,7 @@ import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.coverage import check_reports, join_reports, keys_of, report_shards
-from shardstore.dict_utils import extract_matching_values, merge, nested_values, ordered_like
+from shardstore.dict_utils import merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
@@ -31,7 +31,7 @@ from shardstore.errors import ArgumentError, CheckpointingException, RanksError,
 from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer
-from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, apply_factory_merges
+from shardstore.mapping import ShardedStateDict, StateDict, apply_factory_merges
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
@@ -40,7 +40,7 @@ from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
-from shardstore.utils import extract_sharded_base
+from shardstore.utils import extract_sharded_base, extract_sharded_objects
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
@@ -68,7 +68,6 @@ class LoadCall:
 
     Attributes:
         stored_metadata: returns the entries of the checkpoint, if keys are compared.
-        error: an earlier error of this rank; every rank raises an error then.
 
     :func:`shardstore.load` describes all others.
     """
@@ -89,7 +88,6 @@ class LoadCall:
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES
     cast: bool | Literal["warn"] = False
     progress: ProgressCallback | Literal["bar"] | None = None
-    error: BaseException | None = None
 
     @property
     def mode(self) -> StrictHandling:
@@ -175,13 +173,12 @@ def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
 
 def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[str], set[str]]:
     started = perf_counter()
-    error = call.error
-    location, callback = Location(shown(call.checkpoint_dir)), None
+    location, callback, error = Location(shown(call.checkpoint_dir)), None, None
     try:
         location = Location.of(call.checkpoint_dir, call.storage_options)
         callback = callback_of(call.progress, shows=ranks.is_coordinator)
     except ArgumentError as problem:
-        error = error or problem
+        error = problem
     step = partial(ranks.step, f"loading {location.url}")
     with metered("load", location.url, callback) as meter, collector_paused():
         (offered, request), answer = step(
@@ -363,41 +360,28 @@ def _match(
         The function that reads; the missing keys; the unexpected keys.
     """
     place = context.stored.location.place
-    strategies = find_strategies(context, call.sharded_strategy, call.common_strategy)
-    common_state = strategies[1].load_common(place)
+    for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
+    common_state = for_common.load_common(place)
     stored: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
-        found = call.stored_metadata(place, *strategies).values()
+        found = call.stored_metadata(place, for_tensors, for_common).values()
         stored = {item.key for item in found} - {COMMON_OBJECT}
     wanted, missing, unexpected = compare_keys(request.wanted, call.mode, asked, stored)
     if call.device is not None:
         wanted = with_destinations(wanted, call.device)
-    read = partial(_read, context, request, wanted, common_state, *strategies)
+
+    def read() -> StateDict:
+        """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
+        Merge them with common values, non-persistent objects and factories."""
+        state, tensors = merge(common_state, request.nonpersistent), wanted
+        # Objects come first, so that no rank waits in the exchange for a rank that failed to load
+        # them.
+        with context.together():
+            if not for_tensors.can_handle_sharded_objects:
+                validate_sharded_objects_handling(for_tensors, for_common)
+                objects, tensors = extract_sharded_objects(tensors)
+                state = merge(state, for_common.load_sharded_objects(objects, place))
+        state = merge(state, for_tensors.load(tensors, place))
+        return request.adopted.restore(apply_factory_merges(state, request.factories))
+
     return read, missing, unexpected
-
-
-# -- bytes -----------------------------------------------------------------------------------------
-
-
-def _read(
-    context: LoadContext,
-    request: _Request,
-    wanted: ShardedStateDict,
-    common_state: StateDict,
-    for_tensors: LoadShardedStrategy,
-    for_common: LoadCommonStrategy,
-) -> StateDict:
-    """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
-    Merge them with common values, non-persistent objects and factories."""
-    place = context.stored.location.place
-    state = merge(common_state, request.nonpersistent)
-    # Objects come first, so that no rank waits in the exchange for a rank that failed to load them.
-    with context.together():
-        if not for_tensors.can_handle_sharded_objects:
-            validate_sharded_objects_handling(for_tensors, for_common)
-            objects, wanted = extract_matching_values(
-                wanted, lambda value: isinstance(value, ShardedObject)
-            )
-            state = merge(state, for_common.load_sharded_objects(objects, place))
-    state = merge(state, for_tensors.load(wanted, place))
-    return request.adopted.restore(apply_factory_merges(state, request.factories))

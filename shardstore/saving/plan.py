@@ -104,11 +104,9 @@ def fetched(source: Source) -> NDArray[Any]:
 
 def require_plain(tensor: torch.Tensor, key: str) -> None:
     """Raise :class:`DTypeMismatchError` for a tensor that is not dense memory."""
-    if tensor.layout is torch.strided and tensor.device.type != "meta":
-        # A FakeTensor reports a real device, but its storage is on the meta device.
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if is_plain or tensor.untyped_storage().device.type != "meta":
-            return
+    # A FakeTensor reports a real device, but its storage is on the meta device.
+    if tensor.layout is torch.strided and tensor.untyped_storage().device.type != "meta":
+        return
     raise DTypeMismatchError(
         f"key {key!r} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
         "which has no plain memory to write; make it a dense tensor with data",
@@ -301,16 +299,13 @@ def _plan_flat(
     def part_of(index: tuple[int, ...]) -> Box:
         return meta.grid.box(index).relative_to(box.offset)
 
-    def first_of(index: tuple[int, ...]) -> int:
-        return of_shard.linear(part_of(index).offset)
-
-    def last_of(index: tuple[int, ...]) -> int:
-        return of_shard.linear([end - 1 for end in part_of(index).end])
-
     # The first and the last elements of the chunks ascend: skip chunks before and after the range.
     indices = list(meta.grid.overlapping(box))
-    begin = bisect_left(indices, start, key=last_of)
-    for index in indices[begin : bisect_left(indices, stop, key=first_of)]:
+    begin = bisect_left(
+        indices, start, key=lambda index: of_shard.linear([n - 1 for n in part_of(index).end])
+    )
+    end = bisect_left(indices, stop, key=lambda index: of_shard.linear(part_of(index).offset))
+    for index in indices[begin:end]:
         part = part_of(index)
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.

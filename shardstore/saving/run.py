@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from shardstore.dict_utils import extract_matching_values, nested_values
+from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import group_rank, group_size, require_group
 from shardstore.dtensor.adoption import adopt_for_save
@@ -31,6 +31,7 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from shardstore.utils import extract_sharded_objects
 from shardstore.validation import comparable, compare_common, validate_sharded_objects_handling
 
 
@@ -147,7 +148,7 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     apply_claims(tensors, agreed.owners)
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
-        objects, tensors = extract_matching_values(tensors, lambda v: isinstance(v, ShardedObject))
+        objects, tensors = extract_sharded_objects(tensors)
     try:
         if session.failure is None:
             common_strategy.save_common(part.common, place)

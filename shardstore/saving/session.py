@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -106,8 +106,7 @@ class Part:
         return sharded_tensors_of(self.sharded)
 
 
-@dataclass(frozen=True)
-class _Opening:
+class _Opening(NamedTuple):
     """A rank's report at the beginning of a save."""
 
     place: str
@@ -118,8 +117,7 @@ class _Opening:
     offer: Offer | None
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The coordinator's answer at the beginning of a save.
 
     Attributes:
@@ -220,8 +218,17 @@ class SaveSession:
         begun: list[Attempt] = []  # on the coordinator
 
         def opening() -> bytes:
-            prepared.append(prepare())
-            return pickle.dumps(_opening(prepared[0], ranks))
+            part = prepare()
+            prepared.append(part)
+            report = _Opening(
+                f"to {part.target.url} with base={part.base and part.base.url}",
+                bool(not_alone(part.tensors)),
+                part.adopts,
+                xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
+                claims(part.sharded),
+                replicas.offer(part.tensors, part.options.replica_group),
+            )
+            return pickle.dumps(report)
 
         def decide(reports: list[bytes]) -> bytes:
             openings = [pickle.loads(report) for report in reports]
@@ -468,25 +475,6 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _opening(part: Part, ranks: Ranks) -> _Opening:
-    """Return this rank's report at the beginning of a save."""
-    url = part.target.url
-    if ranks.world_size > 1 and url.startswith("memory://"):
-        raise StorageError(
-            f"{url} is the memory of one process, but {ranks.world_size} ranks save; give a folder "
-            "or an object store that all of them see",
-            url=url,
-        )
-    return _Opening(
-        f"to {url} with base={part.base and part.base.url}",
-        bool(not_alone(part.tensors)),
-        part.adopts,
-        xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-        claims(part.sharded),
-        replicas.offer(part.tensors, part.options.replica_group),
-    )
-
-
 def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
@@ -498,6 +486,12 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
                 "and base",
                 rank=rank,
             )
+    if others and (url := part.target.url).startswith("memory://"):
+        raise StorageError(
+            f"{url} is the memory of one process, but {len(openings)} ranks save; give a folder or "
+            "an object store that all of them see",
+            url=url,
+        )
     common = b"" if part.compared is None else pickled(part.compared)
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
