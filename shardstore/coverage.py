@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -100,12 +100,12 @@ def merge_layouts(reports: Sequence[bytes]) -> Layouts:
         reports: each rank's report of its shards that are :func:`not_alone`, in rank order.
 
     Raises:
-        AccessPatternError: ranges of a shard overlap or leave a gap, or ranks describe a tensor
-            differently; the text names key, shard, range and ranks.
+        AccessPatternError: ranges of a shard overlap or leave a gap, or ranks give a tensor
+            different global shapes; the text names key, shard, range and ranks.
     """
     layouts = Layouts()
     for key, held in _by_key(_parsed(reports)).items():
-        _check_same(held, AccessPatternError)
+        _check_same(held, {"global_shape": AccessPatternError})  # the commit checks the rest
         tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
         irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
         if irregular:
@@ -290,11 +290,18 @@ def _check_cover(held: _Held) -> None:
         )
 
 
-def _check_same(held: _Held, kind: type[CheckpointingException] | None = None) -> None:
-    """Check that all ranks, replicas included, describe a tensor or object alike.
+_AGREED: dict[str, type[CheckpointingException]] = {
+    "dtype": DTypeMismatchError,
+    "global_shape": ShapeMismatchError,
+    "axis_fragmentations": AccessPatternError,
+}
+"""Attributes that must be equal on all ranks -> the error if they differ. For fragmentations, only
+``None`` on some of the ranks is an error."""
 
-    ``kind`` is the class of the error; by default it depends on the attribute that differs.
-    """
+
+def _check_same(held: _Held, agreed: Mapping[str, type[CheckpointingException]] = _AGREED) -> None:
+    """Check that all ranks, replicas included, describe a tensor or object alike: they agree on its
+    type, and on these attributes."""
     first_rank, first = held[0]
     for rank, item in held:
         if type(item) is not type(first):
@@ -304,24 +311,15 @@ def _check_same(held: _Held, kind: type[CheckpointingException] | None = None) -
                 key=item.key,
                 rank=rank,
             )
-        for name, usual in _AGREED.items():
+        for name, kind in agreed.items():
             ours, theirs = getattr(first, name, None), getattr(item, name, None)
             if ours != theirs and (name != "axis_fragmentations" or None in (ours, theirs)):
-                raise (kind or usual)(
+                raise kind(
                     f"Invalid access pattern: {item.key!r} has {name} {ours} on rank {first_rank} "
                     f"and {theirs} on rank {rank}; ranks must agree",
                     key=item.key,
                     rank=rank,
                 )
-
-
-_AGREED: dict[str, type[CheckpointingException]] = {
-    "dtype": DTypeMismatchError,
-    "global_shape": ShapeMismatchError,
-    "axis_fragmentations": AccessPatternError,
-}
-"""Attributes that must be equal on all ranks -> the error if they differ. For fragmentations, only
-``None`` on some of the ranks is an error."""
 
 
 def _shown(ranks: Iterable[int]) -> list[int]:

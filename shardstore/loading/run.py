@@ -233,11 +233,10 @@ def _errors_of(context: LoadContext) -> Iterator[None]:
     try:
         yield
     except CheckpointingException as error:
-        config = None
         with suppress(CheckpointingException):
             config = stored_config(context.stored)
-        if config is not None and config.sharded_backend == DCP_BACKEND:
-            error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
+            if config is not None and config.sharded_backend == DCP_BACKEND:
+                error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
         raise
 
 

@@ -75,10 +75,9 @@ def prepare(
         CheckpointingException: an argument or a value of the state is wrong.
     """
     target = Location.of(checkpoint_dir, options.storage_options)
-    base: Location | None = None
-    if options.base is not None:
-        base = Location.of(options.base)
-        base = base if base.options else Location(base.url, target.options)
+    base = None if options.base is None else Location.of(options.base)
+    if base is not None and not base.options:
+        base = Location(base.url, target.options)
     require_group("replica_group", options.replica_group)
     require_bool("verify_integrity", verify_integrity)
     check_state(given_state)
