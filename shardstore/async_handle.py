@@ -28,7 +28,7 @@ from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.saving.run import prepare, run_save
 from shardstore.saving.session import Part, SaveSession
 from shardstore.serialization import save_strategies
-from shardstore.storage.options import SaveKeywords, options_of, require_bool
+from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.strategies.async_utils import AsyncRequest, in_background, run, staged_args
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
@@ -103,7 +103,6 @@ def async_save(
             raise ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
         if at_exit not in ("wait", "abort"):
             raise ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
-        require_bool("verify_integrity", verify_integrity)
         chosen = options_of(
             "async_save",
             options,
@@ -126,9 +125,10 @@ def async_save(
             background=RANKS_PURPOSE,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
+            verify_integrity=verify_integrity,
         )
 
-    session, request = run_save(checkpoint_dir, prepared, verify_integrity=verify_integrity)
+    session, request = run_save(checkpoint_dir, prepared)
     assert request is not None
     _latest = AsyncSave(session, request, at_exit)
     return _latest

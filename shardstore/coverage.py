@@ -14,12 +14,11 @@ from __future__ import annotations
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from shardstore.errors import (
     AccessPatternError,
@@ -33,6 +32,7 @@ from shardstore.mapping import (
     data_shape,
     flat_bounds,
     is_main_replica,
+    is_within,
     local_box,
 )
 from shardstore.storage.format.grid import Box, cut_gcd
@@ -48,7 +48,7 @@ class FlatRange(NamedTuple):
     rank: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layouts:
     """The layouts of all ranks, for tensors that a rank cannot plan alone.
 
@@ -81,62 +81,37 @@ def is_empty_range(tensor: ShardedTensor) -> bool:
     return tensor.flattened_range is not None and data_shape(tensor) == (0,)
 
 
-def is_alone(tensor: ShardedTensor) -> bool:
-    """Return whether a rank can plan this shard without the layouts of other ranks."""
-    if tensor.flattened_range is not None:
-        return False
-    return tensor.axis_fragmentations is not None or local_box(tensor).shape == tensor.global_shape
-
-
-def needs_layouts(tensors: Iterable[ShardedTensor]) -> bool:
-    """Return whether the ranks must exchange layouts: irregular cuts or flattened ranges."""
-    return any(is_main_replica(tensor.replica_id) and not is_alone(tensor) for tensor in tensors)
-
-
-def local_layouts(tensors: Iterable[ShardedTensor], rank: int) -> bytes:
-    """Return this rank's part of :class:`Layouts` as a message."""
-    entries = []
+def not_alone(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Return the shards that a rank cannot plan without the layouts of other ranks: the main
+    replicas of irregular cuts and flattened ranges."""
+    found = []
     for tensor in tensors:
-        if is_main_replica(tensor.replica_id) and not is_alone(tensor):
-            is_flat = tensor.flattened_range is not None
-            bounds = FlatRange(*flat_bounds(tensor), rank) if is_flat else None
-            irregular = tensor.axis_fragmentations is None
-            entries.append(
-                (tensor.key, tensor.global_shape, irregular, local_box(tensor), bounds, rank)
-            )
-    return pickle.dumps(entries)
+        is_flat, irregular = tensor.flattened_range is not None, tensor.axis_fragmentations is None
+        is_part = is_flat or (irregular and local_box(tensor).shape != tensor.global_shape)
+        if is_part and is_main_replica(tensor.replica_id):
+            found.append(tensor)
+    return found
 
 
 def merge_layouts(reports: Sequence[bytes]) -> Layouts:
-    """Merge the messages of all ranks.
+    """Merge the reports of all ranks.
+
+    Args:
+        reports: each rank's report of its shards that are :func:`not_alone`, in rank order.
 
     Raises:
         AccessPatternError: ranges of a shard overlap or leave a gap, or ranks give a tensor
             different global shapes; the text names key, shard, range and ranks.
     """
     layouts = Layouts()
-    shards: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
-    for report in reports:
-        for key, global_shape, irregular, box, bounds, rank in pickle.loads(report):
-            if irregular:
-                shape, boxes = shards.setdefault(key, (global_shape, []))
-                if shape != global_shape:
-                    raise AccessPatternError(
-                        f"Invalid access pattern: rank {rank} gives key {key!r} the global shape "
-                        f"{global_shape}, another rank {shape}",
-                        key=key,
-                        rank=rank,
-                    )
-                boxes.append(box)
-            if bounds is not None:
-                by_shard = layouts.ranges.setdefault(key, {})
-                by_shard.setdefault(box, []).append(bounds)
-    for key, (shape, boxes) in shards.items():
-        layouts.edges[key] = cut_gcd(shape, boxes)
-    for key, by_shard in layouts.ranges.items():
-        for box, ranges in by_shard.items():
-            by_shard[box] = sorted(r for r in ranges if r.stop > r.start)
-            check_flat_ranges(key, box, by_shard[box])
+    for key, held in _by_key(_parsed(reports)).items():
+        _check_same(held, {"global_shape": AccessPatternError})  # the commit checks the rest
+        tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
+        irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
+        if irregular:
+            layouts.edges[key] = cut_gcd(tensors[0].global_shape, irregular)
+        if ranges := _flat_ranges(held):
+            layouts.ranges[key] = ranges
     return layouts
 
 
@@ -147,85 +122,107 @@ def is_first(tensor: ShardedTensor) -> bool:
     return tensor.flattened_range is None or flat_bounds(tensor)[0] == 0
 
 
-def check_flat_ranges(key: str, box: Box, ranges: Sequence[FlatRange]) -> None:
-    """Check that flattened ranges cover a shard exactly once.
+def _flat_ranges(held: _Held) -> dict[Box, list[FlatRange]]:
+    """Return the flattened ranges of main replicas by shard, in order. Check that they cover each
+    shard exactly once.
 
     Raises:
         AccessPatternError: elements are held twice or not at all; the text names them and the
             ranks.
     """
-    fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
-    if fault is None:
-        return
-    ranks = [ranges[number].rank for number in fault.shards]
-    many = f"are held by {len(ranks)} main replicas, on ranks {sorted(ranks)[:16]}"
-    raise AccessPatternError(
-        f"Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
-        f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly once: "
-        f"elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
-        f"{many if ranks else 'are held by no rank'}; ranges by rank: "
-        f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
-        key=key,
-        rank=ranks[0] if ranks else None,
-    )
+    found: dict[Box, list[FlatRange]] = defaultdict(list)
+    for rank, item in held:
+        if not isinstance(item, ShardedTensor) or item.flattened_range is None:
+            continue
+        if is_main_replica(item.replica_id):
+            found[local_box(item)].append(FlatRange(*flat_bounds(item), rank))
+    for box, ranges in found.items():
+        ranges[:] = sorted(r for r in ranges if r.stop > r.start)
+        fault = find_tiling_fault([((r.start,), (r.stop - r.start,)) for r in ranges], (box.size,))
+        if fault is None:
+            continue
+        key, ranks = held[0][1].key, [ranges[number].rank for number in fault.shards]
+        many = f"are held by {len(ranks)} main replicas, on ranks {_shown(ranks)}"
+        raise AccessPatternError(
+            "Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
+            f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly "
+            f"once: elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
+            f"{many if ranks else 'are held by no rank'}; ranges by rank: "
+            f"{sorted((r.rank, r.start, r.stop) for r in ranges)[:8]}",
+            key=key,
+            rank=ranks[0] if ranks else None,
+        )
+    return dict(found)
 
 
 # -- coverage --------------------------------------------------------------------------------------
 
-_cut_of = attrgetter(*(f.name for f in fields(ShardedTensor) if f.name not in ("key", "data")))
-_Tensors = list[tuple[int, ShardedTensor]]
-_Objects = list[tuple[int, ShardedObject]]
+_tensor_cut = attrgetter(*(f.name for f in fields(ShardedTensor) if f.name not in ("key", "data")))
+_object_cut = attrgetter("global_shape", "global_offset", "replica_id")
+_OBJECT_VALUES = 3
+_Held = list[tuple[int, ShardedTensor | ShardedObject]]
 """Shards of one key, each with the rank that holds it."""
 
 
 def report_shards(shards: Iterable[Any]) -> bytes:
     """Return a report of a rank's shards. Other values are left out.
 
-    Many tensors have the same cut. So a report contains the distinct cuts, and the key and the
-    number of the cut of each tensor. This is much faster than pickling the shards themselves.
+    Many shards have the same cut. So a report contains the distinct cuts, and the key and the
+    number of the cut of each shard. This is much faster than pickling the shards themselves.
     """
     keys: list[str] = []
     numbers: list[int] = []
     cuts: dict[tuple[Any, ...], int] = {}
-    objects: list[ShardedObject] = []
     for item in shards:
         if isinstance(item, ShardedTensor):
-            *values, flat = _cut_of(item)
+            *values, flat = _tensor_cut(item)
             values.append(None if flat is None else (flat.start, flat.stop))
-            if list in map(type, values):  # the caller assigned lists instead of tuples
-                values = [tuple(value) if type(value) is list else value for value in values]
-            keys.append(item.key)
-            numbers.append(cuts.setdefault(tuple(values), len(cuts)))
         elif isinstance(item, ShardedObject):
-            objects.append(item.without_data())
-    return pickle.dumps([(tuple(keys), tuple(numbers), list(cuts), objects)])
+            values = list(_object_cut(item))
+        else:
+            continue
+        if list in map(type, values):  # the caller assigned lists instead of tuples
+            values = [tuple(value) if type(value) is list else value for value in values]
+        keys.append(item.key)
+        numbers.append(cuts.setdefault(tuple(values), len(cuts)))
+    return pickle.dumps([(tuple(keys), tuple(numbers), list(cuts))])
 
 
 def join_reports(reports: Iterable[bytes]) -> bytes:
     """Join the reports of several ranks into one, with equal parts stored once."""
     known: dict[Any, Any] = {}
-    parsed = [one for report in reports for one in pickle.loads(report)]
     return pickle.dumps(
         [
-            (known.setdefault(keys, keys), known.setdefault(numbers, numbers), *rest)
-            for keys, numbers, *rest in parsed
+            (known.setdefault(keys, keys), known.setdefault(numbers, numbers), cuts)
+            for keys, numbers, cuts in _parsed(reports)
         ]
     )
 
 
-def shards_of_report(report: bytes) -> list[list[ShardedTensor | ShardedObject]]:
-    """Return the shards that a report describes, without data: one list for each of its ranks."""
-    return [[*_tensors(one, set(one[0])), *one[3]] for one in pickle.loads(report)]
+def _parsed(reports: Iterable[bytes]) -> list[Any]:
+    """Return the report of each rank; some of ``reports`` may be joined."""
+    return [one for report in reports for one in pickle.loads(report)]
 
 
-def _tensors(parsed: Any, of: set[str]) -> Iterator[ShardedTensor]:
-    """Yield the tensors of a report whose keys are in ``of``."""
-    keys, numbers, cuts, _ = parsed
-    for key, number in zip(keys, numbers, strict=True):
-        if key in of:
+def keys_of(reports: Iterable[bytes]) -> set[str]:
+    """Return the keys of all shards of some reports."""
+    return {key for keys, *_ in _parsed(reports) for key in keys}
+
+
+def _by_key(parsed: Iterable[Any], only: Container[str] | None = None) -> dict[str, _Held]:
+    """Return the shards of reports, without data, by key; ``only`` of some keys if it is given."""
+    found: dict[str, _Held] = defaultdict(list)
+    for rank, (keys, numbers, cuts) in enumerate(parsed):
+        for key, number in zip(keys, numbers, strict=True):
+            if only is not None and key not in only:
+                continue
+            if len(cuts[number]) == _OBJECT_VALUES:
+                found[key].append((rank, ShardedObject(key, None, *cuts[number])))
+                continue
             *values, flat = cuts[number]
             values.append(None if flat is None else slice(*flat))
-            yield ShardedTensor(key, None, *values)
+            found[key].append((rank, ShardedTensor(key, None, *values)))
+    return found
 
 
 def check_reports(reports: Sequence[bytes]) -> None:
@@ -242,88 +239,55 @@ def check_reports(reports: Sequence[bytes]) -> None:
             ranks.
         ShapeMismatchError, DTypeMismatchError: ranks describe the global tensor differently.
     """
-    parsed = [one for report in reports for one in pickle.loads(report)]
+    parsed = _parsed(reports)
     known: dict[tuple[Any, ...], int] = {}
-    held: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
-    objects: dict[str, _Objects] = defaultdict(list)
-    for rank, (keys, numbers, cuts, items) in enumerate(parsed):
+    cuts_of: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
+    for keys, numbers, cuts in parsed:
         renumbered = [known.setdefault(cut, len(known)) for cut in cuts]
         for key, number in zip(keys, numbers, strict=True):
-            held[key].append(renumbered[number])
-        for item in items:
-            objects[item.key].append((rank, item))
-    both = sorted(held.keys() & objects.keys())
-    samples = {tuple(cuts): key for key, cuts in reversed(held.items())}
-    looked_at = {*samples.values(), *both}
-    tensors: dict[str, _Tensors] = defaultdict(list)
-    for rank, report in enumerate(parsed):
-        for tensor in _tensors(report, looked_at):
-            tensors[tensor.key].append((rank, tensor))
-    for key in both:
-        raise AccessPatternError(
-            f"Invalid access pattern: {key!r} is a ShardedTensor on ranks "
-            f"{_ranks(tensors[key])} and a ShardedObject on ranks {_ranks(objects[key])}; "
-            f"rename one",
-            key=key,
-        )
-    for sharding in tensors.values():
-        _check_tensor(sharding)
-    for sharded_objects in objects.values():
-        check_object(sharded_objects)
+            cuts_of[key].append(renumbered[number])
+    samples = {tuple(cuts): key for key, cuts in reversed(cuts_of.items())}
+    for held in _by_key(parsed, set(samples.values())).values():
+        _check_cover(held)
 
 
-def _check_tensor(held: _Tensors) -> None:
-    """Check that ranks describe one tensor alike, and that its main replicas tile it."""
-    _check_same(held, _AGREED)
-    # Flat ranges of one box count as one tile of the global tensor and are checked within it.
-    tiles: dict[tuple[Box, int | None], _Tensors] = defaultdict(list)
-    for number, (rank, tensor) in enumerate(held):
-        box = local_box(tensor)
-        if any(end > limit for end, limit in zip(box.end, tensor.global_shape, strict=True)):
+def _check_cover(held: _Held) -> None:
+    """Check that ranks describe a tensor or object alike, and that its main replicas tile it."""
+    _check_same(held)
+    sample, flat = held[0][1], _flat_ranges(held)
+    # Flat ranges of one box count as one tile of the global tensor.
+    tiles = [(box, [r.rank for r in ranges]) for box, ranges in flat.items()]
+    for rank, item in held:
+        box, is_flat = Box(item.global_offset, (1,) * len(item.global_offset)), False
+        if isinstance(item, ShardedTensor):
+            box, is_flat = local_box(item), item.flattened_range is not None
+        if not is_within(box, item.global_shape):
             raise AccessPatternError(
-                f"Invalid access pattern for {tensor.key!r}: the shard of rank {rank} at offset "
+                f"Invalid access pattern for {item.key!r}: the shard of rank {rank} at offset "
                 f"{box.offset} of shape {box.shape} reaches outside the global shape "
-                f"{tensor.global_shape}",
-                key=tensor.key,
+                f"{item.global_shape}",
+                key=item.key,
                 rank=rank,
             )
-        if is_main_replica(tensor.replica_id):
-            own_tile = number if tensor.flattened_range is None else None
-            tiles[box, own_tile].append((rank, tensor))
-    sample = held[0][1]
+        if is_main_replica(item.replica_id) and not is_flat:
+            tiles.append((box, [rank]))
     fault = find_tiling_fault([box for box, _ in tiles], sample.global_shape)
     if fault is not None:
-        owners = list(tiles.values())
-        concerned = [one for number in fault.shards for one in owners[number]]
-        many = f"has {len(concerned)} main replicas, on ranks {_ranks(concerned)}"
+        ranks = [rank for number in fault.shards for rank in tiles[number][1]]
+        many = f"has {len(ranks)} main replicas, on ranks {_shown(ranks)}"
+        example: object = sample.without_data()
+        if isinstance(sample, ShardedObject):
+            example = replace(sample, global_offset=fault.offset).unique_key
         raise AccessPatternError(
             f"Invalid access pattern for {sample.key!r}, of global shape {sample.global_shape} and "
-            f"held by ranks {_ranks(held)}: the region at offset {fault.offset} of shape "
-            f"{fault.shape} {many if concerned else 'has no main replica on any rank'}. Each "
-            f"element must belong to exactly one shard with replica_id 0; check offsets and "
-            f"replica ids. One of the shards: {sample.without_data()}",
+            f"held by ranks {_shown(rank for rank, _ in held)}: the region at offset "
+            f"{fault.offset} of shape {fault.shape} "
+            f"{many if ranks else 'has no main replica on any rank'}. Each element must belong to "
+            "exactly one shard with replica_id 0; check offsets and replica ids. One of the "
+            f"shards: {example}",
             key=sample.key,
-            rank=concerned[0][0] if concerned else None,
+            rank=ranks[0] if ranks else None,
         )
-    for (box, own_tile), members in tiles.items():
-        if own_tile is None:
-            ranges = [FlatRange(*flat_bounds(tensor), rank) for rank, tensor in members]
-            check_flat_ranges(sample.key, box, ranges)
-
-
-def _check_same(held: _Tensors | _Objects, names: Iterable[str]) -> None:
-    """Check that all ranks, replicas included, give a tensor or object the same attributes."""
-    first_rank, first = held[0]
-    for rank, item in held:
-        for name in names:
-            ours, theirs = getattr(first, name), getattr(item, name)
-            if ours != theirs and (name != "axis_fragmentations" or None in (ours, theirs)):
-                raise _AGREED[name](
-                    f"Invalid access pattern: {item.key!r} has {name} {ours} on rank {first_rank} "
-                    f"and {theirs} on rank {rank}; ranks must agree",
-                    key=item.key,
-                    rank=rank,
-                )
 
 
 _AGREED: dict[str, type[CheckpointingException]] = {
@@ -335,49 +299,35 @@ _AGREED: dict[str, type[CheckpointingException]] = {
 ``None`` on some of the ranks is an error."""
 
 
-def check_object(held: list[tuple[int, ShardedObject]]) -> None:
-    """Check that each element of a global object has exactly one main replica.
-
-    Args:
-        held: the parts of one key, each with the rank that holds it.
-
-    Raises:
-        AccessPatternError, ShapeMismatchError: see :func:`check_reports`.
-    """
-    _check_same(held, ("global_shape",))
-    first = held[0][1]
-    holders: dict[str, _Objects] = defaultdict(list)
+def _check_same(held: _Held, agreed: Mapping[str, type[CheckpointingException]] = _AGREED) -> None:
+    """Check that all ranks, replicas included, describe a tensor or object alike: they agree on its
+    type, and on these attributes."""
+    first_rank, first = held[0]
     for rank, item in held:
-        if is_main_replica(item.replica_id):
-            holders[item.unique_key].append((rank, item))
-    duplicates = {key: _ranks(mains) for key, mains in holders.items() if len(mains) > 1}
-    if duplicates:
-        shown = "; ".join(f"{key} on ranks {ranks}" for key, ranks in duplicates.items())
-        raise AccessPatternError(
-            f"Duplicate ShardedObject keys: {sorted(duplicates)}. Invalid access pattern: {shown} "
-            f"all with replica_id 0; give the copies different replica ids",
-            key=first.key,
-            rank=next(iter(duplicates.values()))[0],
-        )
-    wanted = math.prod(first.global_shape)
-    if len(holders) < wanted:
-        raise AccessPatternError(
-            f"Invalid access pattern: {wanted - len(holders)} ShardedObject are missing of "
-            f"{first.key!r}, of global shape {first.global_shape}: {len(holders)} of the {wanted} "
-            f"have a main replica, {sorted(holders)[:8]}; every part needs one",
-            key=first.key,
-        )
+        if type(item) is not type(first):
+            raise AccessPatternError(
+                f"Invalid access pattern: {item.key!r} is a {type(first).__name__} on rank "
+                f"{first_rank} and a {type(item).__name__} on rank {rank}; rename one",
+                key=item.key,
+                rank=rank,
+            )
+        for name, kind in agreed.items():
+            ours, theirs = getattr(first, name, None), getattr(item, name, None)
+            if ours != theirs and (name != "axis_fragmentations" or None in (ours, theirs)):
+                raise kind(
+                    f"Invalid access pattern: {item.key!r} has {name} {ours} on rank {first_rank} "
+                    f"and {theirs} on rank {rank}; ranks must agree",
+                    key=item.key,
+                    rank=rank,
+                )
 
 
-def _ranks(held: _Tensors | _Objects) -> list[int]:
-    """Return the ranks that hold shards, at most 16 of them."""
-    return sorted({rank for rank, _ in held})[:16]
+def _shown(ranks: Iterable[int]) -> list[int]:
+    """Return ranks for an error text, at most 16 of them."""
+    return sorted(set(ranks))[:16]
 
 
 # -- geometry --------------------------------------------------------------------------------------
-
-# Largest number of grid cells that are counted at once. A region with more is cut in two.
-_MAX_CELLS = 1 << 20
 
 
 class TilingFault(NamedTuple):
@@ -407,36 +357,31 @@ def find_tiling_fault(
     Returns:
         One fault, or None if each element is in exactly one box.
     """
-    ndim = len(global_shape)
-    bounds = np.array(boxes, np.int64).reshape(len(boxes), 2, ndim).cumsum(axis=1)
-    # Regions that are not yet checked: their bounds, and the numbers of boxes that may overlap.
-    pending = [(np.zeros(ndim, np.int64), np.array(global_shape, np.int64), np.arange(len(boxes)))]
-    while pending:
-        low, high, numbers = pending.pop()
-        starts, stops = bounds[numbers].clip(low, high).swapaxes(0, 1)
-        inside = np.all(stops > starts, axis=1)
-        starts, stops, numbers = starts[inside], stops[inside], numbers[inside]
-        # The edges of all boxes form a grid. Count the boxes that cover each of its cells.
-        edges, spans = [], np.zeros((ndim, 2, len(numbers)), np.int64)
-        for axis in range(ndim):
-            bounds_of_axis = [[low[axis], high[axis]], starts[:, axis], stops[:, axis]]
-            found, places = np.unique(np.concatenate(bounds_of_axis), return_inverse=True)
-            edges.append(found)
-            spans[axis] = places[2:].reshape(2, -1)
-        cells = [len(found) - 1 for found in edges]
-        if math.prod(cells) > _MAX_CELLS:
-            axis = int(np.argmax(cells))
-            left_high, right_low = high.copy(), low.copy()
-            left_high[axis] = right_low[axis] = edges[axis][cells[axis] // 2]
-            pending += [(right_low, high, numbers), (low, left_high, numbers)]
-            continue
-        counts = np.zeros(cells, np.int64)
-        for first, last in zip(*spans.transpose(1, 2, 0).tolist(), strict=True):
-            counts[tuple(map(slice, first, last))] += 1
-        for cell in np.argwhere(counts != 1)[:1].tolist():
-            offset = tuple(int(edges[axis][i]) for axis, i in enumerate(cell))
-            end = tuple(int(edges[axis][i + 1]) for axis, i in enumerate(cell))
-            covering = np.all((starts <= offset) & (stops >= end), axis=1)
-            shape = tuple(b - a for a, b in zip(offset, end, strict=True))
-            return TilingFault(offset, shape, tuple(numbers[covering].tolist()))
-    return None
+
+    def sweep(numbers: Iterable[int], region: tuple[tuple[int, int], ...]) -> TilingFault | None:
+        """Check a region, which is cut out along the first axes, and which these boxes span
+        there."""
+        axis = len(region)
+        if axis == len(global_shape):
+            shards = tuple(numbers)
+            offset = tuple(start for start, _ in region)
+            shape = tuple(stop - start for start, stop in region)
+            return None if len(shards) == 1 else TilingFault(offset, shape, shards)
+        begins: dict[int, list[int]] = defaultdict(list)
+        ends: dict[int, list[int]] = defaultdict(list)
+        for number in numbers:
+            low, size = boxes[number][0][axis], boxes[number][1][axis]
+            start, stop = max(low, 0), min(low + size, global_shape[axis])
+            if start < stop:
+                begins[start].append(number)
+                ends[stop].append(number)
+        # Between two neighbouring edges, the same boxes span the axis.
+        spanning: set[int] = set()
+        for start, stop in pairwise(sorted({0, global_shape[axis], *begins, *ends})):
+            spanning.difference_update(ends[start])
+            spanning.update(begins[start])
+            if fault := sweep(sorted(spanning), (*region, (start, stop))):
+                return fault
+        return None
+
+    return sweep(range(len(boxes)), ())

@@ -178,18 +178,18 @@ def exchange_by_distribution(
     with raise_together(parallelization_group, "Exchange of loaded tensors"):
         found = {key: (item.dtype, data_shape(item)) for key, item in unloaded_shards.items()}
         found |= {key: (item.dtype, tuple(item.shape)) for key, item in loaded_tensors.items()}
-        problems = [
-            f"{shard_id} is wanted, but the distribution names no rank that loads it"
-            for shard_id in unloaded_shards.keys() - main_ranks.keys()
-        ]
+        for shard_id in unloaded_shards.keys() - main_ranks.keys():
+            raise CheckpointingException(
+                f"{shard_id} is wanted, but the distribution names no rank that loads it"
+            )
         for shard_id in shared:
             form = described[shard_id].dtype, data_shape(described[shard_id])
             is_here = shard_id in found or main_ranks[shard_id] == rank
             if is_here and found.get(shard_id) != form:
                 verb = "was loaded" if main_ranks[shard_id] == rank else "is wanted"
-                problems.append(f"{shard_id} {verb} as {found.get(shard_id)}, described as {form}")
-        if problems:
-            raise CheckpointingException("; ".join(problems))
+                raise CheckpointingException(
+                    f"{shard_id} {verb} as {found.get(shard_id)}, described as {form}"
+                )
     results = dict(loaded_tensors)
     for shard_id in shared:
         tensor = loaded_tensors.get(shard_id)

@@ -16,7 +16,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from numbers import Integral
 from typing import Any, Self, TypeAlias, cast
 
@@ -176,34 +175,44 @@ class ShardedTensor(ShardedBase):
                     f"tensor; give 0 <= start <= stop <= {size}",
                     ShapeMismatchError,
                 )
-        if self.data is not None:
-            self._validate_data(self.data)
-        parts = self.axis_fragmentations
-        problem = _misfit(  # a caller may have set lists, which are not hashable
-            tuple(self.local_shape),
-            tuple(self.global_shape),
-            tuple(self.global_offset),
-            None if parts is None else tuple(parts),
-            self.prepend_axis_num,
-        )
-        if problem is not None:
-            raise self._wrong(problem)
-
-    def _validate_data(self, data: torch.Tensor) -> None:
-        _require_tensor(self.key, data)
-        if data.dtype != self.dtype:
+        if (data := self.data) is not None:
+            _require_tensor(self.key, data)
+            if data.dtype != self.dtype:
+                raise self._wrong(
+                    f"the data has dtype {data.dtype}, but dtype is {self.dtype}; convert the data "
+                    "or correct dtype",
+                    DTypeMismatchError,
+                )
+            if data.shape != (expected := data_shape(self)):
+                what = "local_shape" if flat is None else "the 1-D flattened shape"
+                raise self._wrong(
+                    f"the data has shape {tuple(data.shape)}, {data.numel()} elements, but {what} "
+                    f"is {expected}; pass data of this shape or correct the description",
+                    ShapeMismatchError,
+                )
+        local, offset, parts = self.local_shape, self.global_offset, self.axis_fragmentations
+        prepended, ndim = self.prepend_axis_num, len(self.global_shape)
+        if not ndim == len(offset) == len(local) + prepended:
             raise self._wrong(
-                f"the data has dtype {data.dtype}, but dtype is {self.dtype}; convert the data or "
-                "correct dtype",
-                DTypeMismatchError,
+                f"global_shape has {ndim} axes, but global_offset has {len(offset)}, and "
+                f"local_shape {len(local)} beside prepend_axis_num={prepended}; give one offset "
+                "for each global axis, and as many local and prepended axes together"
             )
-        if data.shape != (expected := data_shape(self)):
-            what = "local_shape" if self.flattened_range is None else "the 1-D flattened shape"
+        if min((*local, *self.global_shape, *offset, 0)) < 0:
+            raise self._wrong("shapes and offsets must not be negative")
+        if parts is None:
+            return
+        if len(parts) != ndim or min((*parts, 1)) < 1:
             raise self._wrong(
-                f"the data has shape {tuple(data.shape)}, {data.numel()} elements, but {what} is "
-                f"{expected}; pass data of this shape or correct the description",
-                ShapeMismatchError,
+                f"axis_fragmentations {parts} must be one positive number for each of the {ndim} "
+                "global axes, or None for an irregular cut"
             )
+        for axis, size in enumerate(local, prepended):
+            if offset[axis] % (size or 1):
+                raise self._wrong(
+                    f"along global axis {axis} the offset {offset[axis]} is not a multiple of the "
+                    f"local length {size}; for an irregular cut pass axis_fragmentations=None"
+                )
 
     @classmethod
     def from_rank_offsets(
@@ -240,11 +249,8 @@ class ShardedTensor(ShardedBase):
                 f"{key}: from_rank_offsets takes no flattened_range; use from_rank_offsets_flat",
                 key=key,
             )
-        _require_tensor(key, data)
-        shape = tuple(data.shape)
-        position = _grid_position(key, shape, rank_offsets, prepend_axis_num)
         init_kwargs |= {"replica_id": replica_id, "prepend_axis_num": prepend_axis_num}
-        return cls(key, data, data.dtype, shape, *position, **init_kwargs)
+        return cls._at(key, data, None, rank_offsets, **init_kwargs)
 
     @classmethod
     def from_rank_offsets_flat(
@@ -278,11 +284,52 @@ class ShardedTensor(ShardedBase):
                 "use from_rank_offsets for a whole local tensor",
                 key=key,
             )
-        _require_tensor(key, data)
-        shape = ints(non_flat_local_shape)
-        position = _grid_position(key, shape, args, kwargs.get("prepend_axis_num", 0))
         kwargs["flattened_range"] = flattened_range
-        return cls(key, data, data.dtype, shape, *position, **kwargs)
+        return cls._at(key, data, non_flat_local_shape, args, **kwargs)
+
+    @classmethod
+    def _at(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        local_shape: tuple[int, ...] | None,
+        rank_offsets: Sequence[tuple[int, int, int]],
+        *,
+        prepend_axis_num: int = 0,
+        **more: Any,
+    ) -> ShardedTensor:
+        """Return a shard at rank offsets. ``None``: the local shape is that of the data."""
+        _require_tensor(key, data)
+        shape = ints(data.shape if local_shape is None else local_shape)
+        sizes = (1,) * prepend_axis_num + shape
+        cuts: dict[int, tuple[int, int]] = {}
+        for rank_offset in rank_offsets:
+            try:
+                axis, index, parts = map(operator.index, rank_offset)
+                fits = 0 <= axis < len(sizes) and 0 <= index < parts
+                fits = fits and cuts.setdefault(axis, (index, parts)) == (index, parts)
+            except (TypeError, ValueError):
+                fits = False
+            if not fits:
+                raise AccessPatternError(
+                    f"{key}: rank offset {rank_offset!r} of {rank_offsets} is not (axis, index, "
+                    "parts), three whole numbers from 0: an axis below "
+                    f"{len(sizes)} ({prepend_axis_num} of them prepended) without a different rank "
+                    "offset, and an index below parts",
+                    key=key,
+                )
+        places = [cuts.get(axis, (0, 1)) for axis in range(len(sizes))]
+        return cls(
+            key,
+            data,
+            data.dtype,
+            shape,
+            tuple(size * parts for size, (_, parts) in zip(sizes, places, strict=True)),
+            tuple(size * index for size, (index, _) in zip(sizes, places, strict=True)),
+            tuple(parts for _, parts in places),
+            prepend_axis_num=prepend_axis_num,
+            **more,
+        )
 
     @property
     def has_regular_grid(self) -> bool:
@@ -451,6 +498,11 @@ def local_box(tensor: ShardedTensor) -> Box:
     return Box(tensor.global_offset, (1,) * tensor.prepend_axis_num + tensor.local_shape)
 
 
+def is_within(box: Box, shape: tuple[int, ...]) -> bool:
+    """Return whether a box is inside of a shape with the same number of axes."""
+    return all(map(operator.le, box.end, shape))
+
+
 def flat_bounds(tensor: ShardedTensor) -> tuple[int, int]:
     """Return start and stop of the flattened range in the flattened local tensor."""
     assert tensor.flattened_range is not None
@@ -466,45 +518,6 @@ def data_shape(tensor: ShardedTensor) -> tuple[int, ...]:
     return (stop - start,)
 
 
-@lru_cache(maxsize=4096)
-def _misfit(
-    local_shape: tuple[int, ...],
-    global_shape: tuple[int, ...],
-    global_offset: tuple[int, ...],
-    axis_fragmentations: tuple[int, ...] | None,
-    prepend_axis_num: int,
-) -> str | None:
-    """Return an error text if the arguments contradict each other, else ``None``.
-
-    Cached, because many shards of a model have the same cut.
-    """
-    ndim = len(global_shape)
-    if not ndim == len(global_offset) == len(local_shape) + prepend_axis_num:
-        return (
-            f"global_shape has {ndim} axes, but global_offset has {len(global_offset)}, and "
-            f"local_shape {len(local_shape)} beside prepend_axis_num={prepend_axis_num}; give one "
-            "offset for each global axis, and as many local and prepended axes together"
-        )
-    if any(n < 0 for n in (*local_shape, *global_shape, *global_offset)):
-        return "shapes and offsets must not be negative"
-    if axis_fragmentations is None:
-        return None
-    if len(axis_fragmentations) != ndim or any(n < 1 for n in axis_fragmentations):
-        return (
-            f"axis_fragmentations {axis_fragmentations} must be one positive number "
-            f"for each of the {ndim} global axes, or None for an irregular cut"
-        )
-    for axis, (offset, size) in enumerate(
-        zip(global_offset[prepend_axis_num:], local_shape, strict=True), prepend_axis_num
-    ):
-        if offset % max(1, size):
-            return (
-                f"along global axis {axis} the offset {offset} is not a multiple of the local "
-                f"length {size}; for an irregular cut pass axis_fragmentations=None"
-            )
-    return None
-
-
 def ints(values: Sequence[int]) -> tuple[int, ...]:
     """Convert any kind of integers to a tuple of ``int``.
 
@@ -517,38 +530,6 @@ def ints(values: Sequence[int]) -> tuple[int, ...]:
         raise ArgumentError(
             f"{values!r:.100} must be a tuple of whole numbers, such as (4, 2)"
         ) from None
-
-
-def _grid_position(
-    key: str,
-    local_shape: tuple[int, ...],
-    rank_offsets: Sequence[tuple[int, int, int]],
-    prepend_axis_num: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return global shape, global offset and fragmentations for rank offsets."""
-    sizes = (1,) * prepend_axis_num + local_shape
-    cuts: dict[int, tuple[int, int]] = {}
-    for rank_offset in rank_offsets:
-        try:
-            axis, index, parts = map(operator.index, rank_offset)
-            fits = 0 <= axis < len(sizes) and 0 <= index < parts
-            fits = fits and cuts.setdefault(axis, (index, parts)) == (index, parts)
-        except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            raise AccessPatternError(
-                f"{key}: rank offset {rank_offset!r} of {rank_offsets} is not (axis, index, "
-                f"parts), three whole numbers from 0: an axis below {len(sizes)} "
-                f"({prepend_axis_num} of them prepended) without a different rank offset, and an "
-                "index below parts",
-                key=key,
-            )
-    places = [cuts.get(axis, (0, 1)) for axis in range(len(sizes))]
-    return (
-        tuple(size * parts for size, (_, parts) in zip(sizes, places, strict=True)),
-        tuple(size * index for size, (index, _) in zip(sizes, places, strict=True)),
-        tuple(parts for _, parts in places),
-    )
 
 
 def _require_tensor(key: str, data: object) -> None:

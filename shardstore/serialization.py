@@ -14,13 +14,9 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
 import torch
 
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import (
-    CONTENT_METADATA_KEY,
-    DEFAULT_BUDGET_BYTES,
-    find_strategies,
-    opened,
-)
+from shardstore.loading.context import CONTENT_METADATA_KEY, find_strategies, opened
 from shardstore.loading.plan import part_of
 from shardstore.loading.run import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
@@ -29,8 +25,8 @@ from shardstore.saving.run import prepare, run_save
 from shardstore.saving.session import Part
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import INTEGRITY_NAME
-from shardstore.storage.options import SaveKeywords, options_of, require_bool
-from shardstore.storage.stores.location import Location
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, options_of, require_bool
+from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     LoadCommonStrategy,
@@ -131,7 +127,6 @@ def save(
             raise ArgumentError(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
             )
-        require_bool("verify_integrity", verify_integrity)
         require_bool("async_sharded_save", async_sharded_save)
         return prepare(
             sharded_state_dict,
@@ -141,9 +136,10 @@ def save(
             background="" if async_sharded_save else None,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
+            verify_integrity=verify_integrity,
         )
 
-    return run_save(checkpoint_dir, prepared, verify_integrity=verify_integrity)[1]
+    return run_save(checkpoint_dir, prepared)[1]
 
 
 def save_strategies(
@@ -232,9 +228,9 @@ def load(
             or only some ranks of a group want to share their reading.
         RanksError: another rank failed, or did not answer in time.
     """
-    call = LoadCall(**locals())  # its fields are the parameters of this function
-    # Looked up at call time, because programs replace it.
-    return run_load(call, load_sharded_metadata)
+    # Its fields are the parameters of this function. The function for metadata is looked up at call
+    # time, because programs replace it.
+    return run_load(LoadCall(**locals(), stored_metadata=load_sharded_metadata))
 
 
 def load_plain_tensors(
@@ -266,43 +262,31 @@ def load_plain_tensors(
         ArgumentError: a region has a step, or more axes than the tensor.
         RanksError: another rank failed, or did not answer in time.
     """
-    wanted: ShardedStateDict = {}
-    chosen: list[str] | None = None
-    error: BaseException | None = None
-    try:
-        wanted, chosen = _parts(checkpoint_dir, keys, region, storage_options)
-    except Exception as problem:
-        error = problem
+
+    def parts() -> tuple[ShardedStateDict, list[str] | None]:
+        """Return the wanted tensors, and their keys; ``None``: all keys."""
+        place = Location.of(checkpoint_dir, storage_options).place
+        if isinstance(keys, str) or not isinstance(keys, Iterable | None):
+            raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
+        tensors = load_tensors_metadata(place)
+        if keys is None and region is None:
+            return tensors, None
+        known = region if isinstance(region, Mapping) else tensors
+        chosen = list(known if keys is None else keys)
+        return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
+
+    (wanted, chosen), _ = Ranks.current().step(f"loading {shown(checkpoint_dir)}", parts)
     call = LoadCall(
         sharded_state_dict=wanted,
         checkpoint_dir=checkpoint_dir,
+        stored_metadata=load_sharded_metadata,
         # Ranks may ask for the same elements, so the access pattern is not checked.
         validate_access_integrity=False,
         storage_options=storage_options,
         map_location=map_location,
-        error=error,
     )
-    loaded = cast(StateDict, run_load(call, load_sharded_metadata))
+    loaded = cast(StateDict, run_load(call))
     return loaded if chosen is None else {key: loaded[key] for key in chosen}
-
-
-def _parts(
-    checkpoint_dir: str | Path,
-    keys: Iterable[str] | None,
-    region: Sequence[slice] | Mapping[str, Sequence[slice]] | None,
-    storage_options: Mapping[str, Any] | None,
-) -> tuple[ShardedStateDict, list[str] | None]:
-    """Return the state dict for :func:`load_plain_tensors`, and its keys; ``None``: all keys."""
-    place = Location.of(checkpoint_dir, storage_options).place
-    if isinstance(keys, str) or not isinstance(keys, Iterable | None):
-        raise ArgumentError(f"keys={keys!r} must be a list of keys, such as ['weight']")
-    tensors = load_tensors_metadata(place)
-    if keys is None and region is None:
-        return tensors, None
-    if keys is None:
-        keys = region if isinstance(region, Mapping) else tensors
-    chosen = list(keys)
-    return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
 
 def get_default_save_sharded_strategy(

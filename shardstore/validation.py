@@ -56,6 +56,8 @@ CkptShardedMetadata: TypeAlias = dict[str, Any]
 LocalMetadata: TypeAlias = list[ShardedTensor | ShardedObject]
 GlobalMetadata: TypeAlias = list[LocalMetadata]
 
+_SHARDS = (ShardedTensor, ShardedObject)
+
 
 class StrictHandling(Enum):
     """What to do about keys that only the state dict or only the checkpoint has.
@@ -130,7 +132,7 @@ def validate_integrity_and_strict_load(
         strict: what to do about keys that do not match.
         validate_access_integrity: check, on rank 0, that all ranks together ask for each tensor
             exactly once.
-        local_metadata: shards of this rank.
+        local_metadata: shards of this rank, those of ``sharded_state_dict``.
         global_metadata: shards of every rank, by rank.
         ckpt_sharded_metadata: tensors and objects of the checkpoint.
 
@@ -156,13 +158,27 @@ def validate_integrity_and_strict_load(
             )
     if validate_access_integrity:
         validate_sharding_integrity(global_metadata or [])
-    if not compares:
-        return sharded_state_dict, set(), set()
+    asked = {item.key for one_rank in global_metadata or () for item in one_rank}
     stored = {item.key for item in (ckpt_sharded_metadata or {}).values()}
-    unexpected = {item.key for item in local_metadata or ()} - stored
-    missing: set[str] = set()
-    if all_ranks:
-        missing = stored - {item.key for one_rank in global_metadata or () for item in one_rank}
+    return compare_keys(sharded_state_dict, strict, asked, stored)
+
+
+def compare_keys(
+    sharded_state_dict: ShardedStateDict, strict: StrictHandling, asked: set[str], stored: set[str]
+) -> tuple[ShardedStateDict, set[str], set[str]]:
+    """Do what :func:`validate_integrity_and_strict_load` does about keys.
+
+    Args:
+        sharded_state_dict: see there.
+        strict: see there.
+        asked: keys in the state dicts of all ranks, if the mode needs them.
+        stored: keys in the checkpoint.
+    """
+    if not StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
+        return sharded_state_dict, set(), set()
+    own = (v for v in nested_values(sharded_state_dict) if isinstance(v, _SHARDS))
+    unexpected = {item.key for item in own} - stored
+    missing = stored - asked if StrictHandling.requires_global_app_metadata(strict) else set()
     found = {
         "Missing keys (in the checkpoint, in no rank's state dict)": missing,
         "Unexpected keys (in this rank's state dict, not in the checkpoint)": unexpected,
@@ -381,7 +397,7 @@ def determine_global_metadata(
     local: LocalMetadata = [
         value.without_data()
         for value in nested_values(sharded_state_dict)
-        if isinstance(value, ShardedTensor | ShardedObject)
+        if isinstance(value, _SHARDS)
     ]
     return local, gathered(local, process_group)
 

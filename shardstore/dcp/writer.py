@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardstore.coverage import Layouts, as_flat_range, local_layouts, merge_layouts
+from shardstore.coverage import Layouts, as_flat_range, merge_layouts, not_alone, report_shards
 from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
@@ -127,16 +127,16 @@ def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> Layouts:
             if item.tensor_data is not None:
                 held.setdefault(item.index.fqn, []).append((rank, _sharded(item)))
     check_collisions(held)
-    reports: list[bytes] = []
+    by_rank: list[list[ShardedTensor]] = [[] for _ in plans]
     for shards in held.values():
         _, first = shards[0]
         shape, size = first.global_shape, dtypes.itemsize(array_meta(first, options).dtype)
         are_rows = all(shard.local_shape[1:] == shape[1:] for _, shard in shards)
         boxes = [local_box(shard) for _, shard in shards]
-        if are_rows and grid_of(shape, boxes, size, options.target_chunk_bytes)[2]:
-            shards = [(rank, as_flat_range(shard)) for rank, shard in shards]
-        reports += (local_layouts([shard], rank) for rank, shard in shards)
-    return merge_layouts(reports)
+        are_flat = are_rows and grid_of(shape, boxes, size, options.target_chunk_bytes)[2]
+        for rank, shard in shards:
+            by_rank[rank].append(as_flat_range(shard) if are_flat else shard)
+    return merge_layouts([report_shards(not_alone(shards)) for shards in by_rank])
 
 
 def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:

@@ -39,7 +39,7 @@ def raise_together(group: Group, what: str) -> Iterator[None]:
         yield
     except Exception as problem:
         error = problem
-    if any_rank(error is not None, group):
+    if largest([int(error is not None)], group)[0]:
         failures = failures_on(error, group)
         raise error or RanksError(f"{what} failed on {listed(failures)}", failures=failures)
 
@@ -61,12 +61,6 @@ def listed(failures: Mapping[int, str]) -> str:
     """Return the failures of ranks as one text; it names at most eight."""
     lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
     return "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
-
-
-def any_rank(flag: bool, group: Group = None) -> bool:
-    """Return whether the flag is true on any rank of a group. Every rank calls it and waits for
-    all."""
-    return bool(largest([int(flag)], group)[0])
 
 
 def largest(numbers: list[int], group: Group = None) -> list[int]:
@@ -116,9 +110,7 @@ def require_group(name: str, group: object) -> None:
     if group is None:
         return
     if torch.distributed.is_available():
-        from torch.distributed.distributed_c10d import GroupMember
-
-        outside: object = GroupMember.NON_GROUP_MEMBER  # a number
+        outside: object = torch.distributed.GroupMember.NON_GROUP_MEMBER  # a number
         is_outside = type(group) is type(outside) and group == outside
         if is_outside or isinstance(group, torch.distributed.ProcessGroup):
             return

@@ -54,14 +54,12 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
         KeyNameError: two tensors have the same key.
     """
     check_state(state_dict)
-    return _adopt(state_dict, plain=lambda key: True, loading=False).state
+    return _adopt(state_dict).state
 
 
 def adopt_for_save(state_dict: ShardedStateDict) -> ShardedStateDict:
     """Return the state dict with DTensors as sharded tensors; itself if it has none."""
-    if not _dtensors(state_dict):
-        return state_dict
-    return _adopt(state_dict, plain=lambda key: True, loading=False).state
+    return shard(state_dict) if _dtensors(state_dict) else state_dict
 
 
 def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[str]]) -> Adopted:
@@ -73,8 +71,7 @@ def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[
     """
     if not needs_adoption(state_dict):
         return Adopted(state_dict)
-    keys = stored()
-    return _adopt(state_dict, plain=lambda key: key in keys, loading=True)
+    return _adopt(state_dict, stored())
 
 
 def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
@@ -133,7 +130,8 @@ def _dtensors(state: Any) -> list[DTensor]:
     return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
 
 
-def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopted:
+def _adopt(state: Any, stored: Container[str] | None = None) -> Adopted:
+    """Convert a state dict; for a load, with the keys of the stored arrays."""
     kind = _dtensor_type()
     rank, world_size = group_rank(None), group_size(None)
     meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
@@ -173,8 +171,8 @@ def _adopt(state: Any, *, plain: Callable[[str], bool], loading: bool) -> Adopte
                 key=_key(path),
             )
         if isinstance(value, kind):
-            return sharded_from_dtensor(key_of(path), value, loading)
-        if _is_plain(value) and plain(_key(path)):
+            return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
+        if _is_plain(value) and (stored is None or _key(path) in stored):
             shard_type = ClaimedTensor if outside else ShardedTensor
             replica_id = 0 if outside else rank
             return shard_type.from_rank_offsets(key_of(path), value, replica_id=replica_id)

@@ -14,6 +14,7 @@ from shardstore.distributed.groups import Group, raise_together
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import file_bytes_in
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 
 CONTENT_METADATA_KEY = "content_metadata"
-
-DEFAULT_BUDGET_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,8 +113,7 @@ def opened(
     """
     location = Location.of(checkpoint_dir, storage_options)
     context = context_of(location)
-    is_read = context.stored.documents or "root" in vars(context.stored)
-    if not location.is_local and not is_read:
+    if not location.is_local and context is not _current.get():
         documents = read_documents(location, ["zarr.json"])
         context = replace(context, stored=StoredCheckpoint(location, documents=documents))
     with using(context), context.stored.unless_replaced():

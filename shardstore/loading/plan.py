@@ -35,6 +35,7 @@ from shardstore.mapping import (
     StateDict,
     data_shape,
     flat_bounds,
+    is_within,
     local_box,
 )
 from shardstore.storage.format import dtypes
@@ -256,7 +257,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     tensor.validate_metadata_integrity()
     box = local_box(tensor)
     is_whole = box.shape == tensor.global_shape and not any(box.offset)
-    if not is_whole and box.size and not _is_inside(box, tensor.global_shape):
+    if not is_whole and box.size and not is_within(box, tensor.global_shape):
         raise AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
@@ -265,7 +266,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     read = _destination(tensor)
     if tied:
         read.target, read.tied = torch.empty(data_shape(tensor), dtype=tensor.dtype), tied
-    read.is_padded = meta.shape != tensor.global_shape and not _is_inside(box, meta.shape)
+    read.is_padded = meta.shape != tensor.global_shape and not is_within(box, meta.shape)
     name = dtypes.zarr_name(tensor.dtype)
     target = read.target
     through_host = name != meta.dtype or goes_through_host(target)
@@ -303,14 +304,6 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
 def moved(part: Box, origin: tuple[int, ...]) -> Box:
     """Return a box relative to ``origin`` as a box of the whole array."""
     return Box(tuple(a + b for a, b in zip(part.offset, origin, strict=True)), part.shape)
-
-
-def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    """Return whether a box is inside of a shape with the same number of axes."""
-    for o, s, n in zip(box.offset, box.shape, shape, strict=True):  # noqa: SIM110 - twice as fast
-        if o + s > n:
-            return False
-    return True
 
 
 def _destination(tensor: ShardedTensor) -> TensorRead:

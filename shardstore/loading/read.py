@@ -17,7 +17,6 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
@@ -189,12 +188,10 @@ def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone | 
 def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[Any]]:
     """Cut a buffer into arrays of the pieces' shapes and stored data types."""
     starts = accumulate((piece.size_bytes for piece in batch), initial=0)
-    views = []
-    for piece, start in zip(batch, starts, strict=False):
-        dtype = dtypes.numpy_dtype(piece.array.dtype)
-        raw = buffer[start : start + piece.box.size * dtype.itemsize]
-        views.append(raw.view(dtype).reshape(piece.box.shape))
-    return views
+    return [
+        np.ndarray(piece.box.shape, dtypes.numpy_dtype(piece.array.dtype), buffer, start)
+        for piece, start in zip(batch, starts, strict=False)
+    ]
 
 
 def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:
@@ -252,12 +249,27 @@ def exchange(context: LoadContext, parts: Parts, done: ReadDone | None) -> None:
     limit_bytes, holders = _agreed(context, sorted(parts))
     pieces = {chunk: _piece(context, chunk, parts.get(chunk, ())) for chunk in holders}
     rank = group_rank(group)
-    alone = [(pieces[chunk], parts[chunk]) for chunk, by in holders.items() if by == [rank]]
     rounds = _rounds(pieces, holders, group_size(group), limit_bytes)
     most = max((sum(p.size_bytes for p in one) for by_rank in rounds for one in by_rank), default=0)
     received = np.empty(most, np.uint8)
     buffers = read_ahead(read, [by_rank[rank] for by_rank in rounds])
-    read_alone = partial(_read_alone, read, alone, limit_bytes, done, stream_of())
+    stream = stream_of()
+
+    def read_alone() -> None:
+        """Read the chunks that no other rank wants. It runs in another thread; copies to a device
+        wait for work that the caller has queued on the stream."""
+        reads: list[RegionRead] = []
+        several: list[Piece] = []
+        for chunk in (chunk for chunk, by in holders.items() if by == [rank]):
+            piece, (part, *others) = pieces[chunk], parts[chunk]
+            if others:  # boxes of a flat range may share a chunk, which is read once
+                several.append(piece)
+                continue
+            kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
+            reads.append(kind(part.array, moved(part.within, piece.box.offset), part.out))
+        with behind(stream):
+            read_through_host(read, reads, limit_bytes, done, several)
+
     failed: Exception | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="shardstore-read") as reader:
         reading_alone = reader.submit(read_alone)
@@ -323,24 +335,3 @@ def _rounds(
         in_batches((pieces[chunk] for chunk in sorted(chunks)), limit_bytes) for chunks in by_rank
     ]
     return [list(one) for one in zip_longest(*cut, fillvalue=[])]
-
-
-def _read_alone(
-    read: Read,
-    alone: Sequence[tuple[Piece, list[ChunkPart]]],
-    limit_bytes: int,
-    done: ReadDone | None,
-    stream: torch.cuda.Stream | None,
-) -> None:
-    """Read the chunks that no other rank wants. It runs in another thread; copies to a device wait
-    for work that the caller has queued on the stream."""
-    reads: list[RegionRead] = []
-    several: list[Piece] = []
-    for piece, (part, *others) in alone:
-        if others:  # boxes of a flat range may share a chunk, which is read once
-            several.append(piece)
-            continue
-        kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
-        reads.append(kind(part.array, moved(part.within, piece.box.offset), part.out))
-    with behind(stream):
-        read_through_host(read, reads, limit_bytes, done, several)

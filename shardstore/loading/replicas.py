@@ -89,11 +89,8 @@ def _listed(members: Members, theirs: Sequence[Offer]) -> Iterator[str]:
     for rank, told in zip(members, theirs, strict=True):
         ranks.setdefault(told, []).append(rank)
     for told, same in ranks.items():
-        if told is None:
-            what = "none"
-        else:
-            what = f"the group of ranks {_shown(told[0])} with share_replicas={told[1]!r}"
-        yield f"rank(s) {_shown(same)} gave {what}"
+        group = told and f"the group of ranks {_shown(told[0])} with share_replicas={told[1]!r}"
+        yield f"rank(s) {_shown(same)} gave {group or 'none'}"
 
 
 def _shown(ranks: Sequence[int]) -> str:

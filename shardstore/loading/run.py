@@ -21,20 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
-from shardstore.coverage import check_reports, join_reports, report_shards, shards_of_report
+from shardstore.coverage import check_reports, join_reports, keys_of, report_shards
 from shardstore.dict_utils import merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError, kind_of_dcp
-from shardstore.loading.context import (
-    DEFAULT_BUDGET_BYTES,
-    LoadContext,
-    find_strategies,
-    read_documents,
-    using,
-)
+from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer
 from shardstore.mapping import ShardedStateDict, StateDict, apply_factory_merges
@@ -44,14 +38,14 @@ from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.options import require_bool, require_number
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
 from shardstore.utils import extract_sharded_base, extract_sharded_objects
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
+    compare_keys,
     parse_strict_flag,
-    validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
 )
 
@@ -73,13 +67,14 @@ class LoadCall:
     """The arguments of :func:`shardstore.load` on one rank.
 
     Attributes:
-        error: an earlier error of this rank; every rank raises an error then.
+        stored_metadata: returns the entries of the checkpoint, if keys are compared.
 
     :func:`shardstore.load` describes all others.
     """
 
     sharded_state_dict: ShardedStateDict
     checkpoint_dir: str | Path
+    stored_metadata: StoredMetadata
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None
     validate_access_integrity: bool = True
@@ -93,7 +88,6 @@ class LoadCall:
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES
     cast: bool | Literal["warn"] = False
     progress: ProgressCallback | Literal["bar"] | None = None
-    error: BaseException | None = None
 
     @property
     def mode(self) -> StrictHandling:
@@ -145,36 +139,21 @@ class _Request:
         return cls(adopted, extract_sharded_base(wanted)[0], nonpersistent, factories)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Matched:
-    """The wanted entries after the comparison with the checkpoint."""
-
-    for_tensors: LoadShardedStrategy
-    for_common: LoadCommonStrategy
-    common_state: StateDict
-    wanted: ShardedStateDict
-    missing: set[str]
-    unexpected: set[str]
-
-
-def run_load(
-    call: LoadCall, stored_metadata: StoredMetadata
-) -> StateDict | tuple[StateDict, set[str], set[str]]:
+def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint. Every rank calls it and waits for all others, see :func:`shardstore.load`.
 
     Args:
         call: the arguments of this rank.
-        stored_metadata: returns the entries of the checkpoint, if keys are compared.
     """
     require_group("process_group", call.process_group)
     ranks = GroupRanks.of(call.process_group)
     try:
-        return _run_once(call, stored_metadata, ranks)
+        return _run_once(call, ranks)
     except Exception as problem:
         if not _was_replaced(ranks, problem):
             raise
         logger.warning("%s; loading what is there now", problem)
-    return _run_once(call, stored_metadata, ranks)
+    return _run_once(call, ranks)
 
 
 def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
@@ -192,17 +171,14 @@ def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
         return False
 
 
-def _run_once(
-    call: LoadCall, stored_metadata: StoredMetadata, ranks: Ranks
-) -> StateDict | tuple[StateDict, set[str], set[str]]:
+def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[str], set[str]]:
     started = perf_counter()
-    error = call.error
-    location, callback = Location(shown(call.checkpoint_dir)), None
+    location, callback, error = Location(shown(call.checkpoint_dir)), None, None
     try:
         location = Location.of(call.checkpoint_dir, call.storage_options)
         callback = callback_of(call.progress, shows=ranks.is_coordinator)
     except ArgumentError as problem:
-        error = error or problem
+        error = problem
     step = partial(ranks.step, f"loading {location.url}")
     with metered("load", location.url, callback) as meter, collector_paused():
         (offered, request), answer = step(
@@ -212,10 +188,10 @@ def _run_once(
             _joined,
             error=error,
         )
-        context, reports = open_checkpoint(call, location, offered, answer, meter)
+        context, asked = open_checkpoint(call, location, offered, answer, meter)
         watched = context.stored.unless_replaced()
         with using(context), _errors_of(context):
-            if request is None or reports is None:
+            if request is None or asked is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 adopted, owners = step(
                     watched(lambda: _adopt(call, context)),
@@ -225,14 +201,15 @@ def _run_once(
                 apply_claims(adopted.wanted, owners)
                 _, answer = step(
                     lambda: _report(call, adopted),
-                    pickle.dumps,
-                    lambda said: pickle.dumps(_checked(call, [pickle.loads(one) for one in said])),
+                    bytes,
+                    lambda reports: pickle.dumps(_checked(call, reports)),
+                    join_reports,
                 )
-                request, reports = adopted, pickle.loads(answer)
-            matched, _ = step(
-                watched(lambda: _match(call, context, request.wanted, reports, stored_metadata))
+                request, asked = adopted, pickle.loads(answer)
+            (read, missing, unexpected), _ = step(
+                watched(lambda: _match(call, context, request, asked))
             )
-            loaded, _ = step(watched(lambda: _read(context, request, matched)))
+            loaded, _ = step(watched(read))
             loaded = cast(StateDict, ordered_like(call.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
@@ -246,7 +223,7 @@ def _run_once(
             world_size=ranks.world_size,
         )
     if StrictHandling.requires_returning_mismatch_keys(call.mode):
-        return loaded, matched.missing, matched.unexpected
+        return loaded, missing, unexpected
     return loaded
 
 
@@ -256,17 +233,16 @@ def _errors_of(context: LoadContext) -> Iterator[None]:
     try:
         yield
     except CheckpointingException as error:
-        config = None
         with suppress(CheckpointingException):
             config = stored_config(context.stored)
-        if config is not None and config.sharded_backend == DCP_BACKEND:
-            error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
+            if config is not None and config.sharded_backend == DCP_BACKEND:
+                error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
         raise
 
 
 def open_checkpoint(
     call: LoadCall, location: Location, offered: Offer, answer: bytes, meter: Meter
-) -> tuple[LoadContext, list[bytes] | None]:
+) -> tuple[LoadContext, set[str] | None]:
     """Open the checkpoint with the documents that the coordinator read.
 
     Args:
@@ -280,7 +256,7 @@ def open_checkpoint(
         The context of the load, and the result of :func:`_checked`; ``None`` if a rank needs the
         stored keys first.
     """
-    (url, documents), reports, apart = pickle.loads(answer)
+    (url, documents), asked, apart = pickle.loads(answer)
     shares = offered is not None and offered[2] and offered[0] not in apart
     # A rank with another place than the coordinator's reads its documents itself.
     stored = StoredCheckpoint(location, documents=documents if url == location.url else {})
@@ -291,7 +267,7 @@ def open_checkpoint(
         group=call.replica_group if shares else None,
         meter=meter,
     )
-    return context, reports
+    return context, asked
 
 
 # -- the request -----------------------------------------------------------------------------------
@@ -325,11 +301,11 @@ def _adopt(call: LoadCall, context: LoadContext) -> _Request:
     )
 
 
-def _report(call: LoadCall, request: _Request | None) -> bytes | None:
-    """Return the report of this rank's shards for the coordinator; ``None`` if they are not known
+def _report(call: LoadCall, request: _Request | None) -> bytes:
+    """Return the report of this rank's shards for the coordinator; no bytes if they are not known
     yet, and a report without shards if none are compared."""
     if request is None:
-        return None
+        return b""
     compared = call.validate_access_integrity or call.compares_all
     return report_shards(nested_values(request.wanted) if compared else ())
 
@@ -337,7 +313,7 @@ def _report(call: LoadCall, request: _Request | None) -> bytes | None:
 def _joined(said: Sequence[bytes]) -> bytes:
     """Join the reports of several ranks into one."""
     reports, offers = zip(*map(pickle.loads, said), strict=True)
-    report = None if None in reports else join_reports(reports)
+    report = join_reports(reports) if all(reports) else b""
     return pickle.dumps((report, [one for some in offers for one in some]))
 
 
@@ -353,65 +329,58 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
     if call.verify_integrity:
         check_integrity(location)
     documents = read_documents(location, DOCUMENTS)
-    checked: list[bytes] | None = None
-    if None not in reports:
-        checked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else []
-    return pickle.dumps(((location.url, documents), checked, apart))
+    asked: set[str] | None = None
+    if all(reports):
+        asked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else set()
+    return pickle.dumps(((location.url, documents), asked, apart))
 
 
-def _checked(call: LoadCall, reports: Sequence[bytes]) -> list[bytes]:
+def _checked(call: LoadCall, reports: Sequence[bytes]) -> set[str]:
     """Check that the main replicas of all ranks cover each tensor once.
 
     Returns:
-        The reports if they are compared with the stored keys, else an empty list.
+        The keys of all ranks if they are compared with the stored keys, else an empty set.
     """
     if call.validate_access_integrity:
         check_reports(reports)
-    return list(reports) if call.compares_all else []
+    return keys_of(reports) if call.compares_all else set()
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
 
 
 def _match(
-    call: LoadCall,
-    context: LoadContext,
-    wanted: ShardedStateDict,
-    reports: Sequence[bytes],
-    stored_metadata: StoredMetadata,
-) -> _Matched:
-    """Compare the request with the stored entries, in the mode of ``strict``."""
+    call: LoadCall, context: LoadContext, request: _Request, asked: set[str]
+) -> tuple[Callable[[], StateDict], set[str], set[str]]:
+    """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
+    mode of ``strict``.
+
+    Returns:
+        The function that reads; the missing keys; the unexpected keys.
+    """
     place = context.stored.location.place
     for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
     common_state = for_common.load_common(place)
-    stored: CkptShardedMetadata = {}
+    stored: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
-        stored = stored_metadata(place, for_tensors, for_common)
-        stored = {name: value for name, value in stored.items() if value.key != COMMON_OBJECT}
-    everyone = [one for report in reports for one in shards_of_report(report)] or None
-    wanted, missing, unexpected = validate_integrity_and_strict_load(
-        wanted, call.mode, False, list(nested_values(wanted)), everyone, stored
-    )
+        found = call.stored_metadata(place, for_tensors, for_common).values()
+        stored = {item.key for item in found} - {COMMON_OBJECT}
+    wanted, missing, unexpected = compare_keys(request.wanted, call.mode, asked, stored)
     if call.device is not None:
         wanted = with_destinations(wanted, call.device)
-    return _Matched(for_tensors, for_common, common_state, wanted, missing, unexpected)
 
+    def read() -> StateDict:
+        """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
+        Merge them with common values, non-persistent objects and factories."""
+        state, tensors = merge(common_state, request.nonpersistent), wanted
+        # Objects come first, so that no rank waits in the exchange for a rank that failed to load
+        # them.
+        with context.together():
+            if not for_tensors.can_handle_sharded_objects:
+                validate_sharded_objects_handling(for_tensors, for_common)
+                objects, tensors = extract_sharded_objects(tensors)
+                state = merge(state, for_common.load_sharded_objects(objects, place))
+        state = merge(state, for_tensors.load(tensors, place))
+        return request.adopted.restore(apply_factory_merges(state, request.factories))
 
-# -- bytes -----------------------------------------------------------------------------------------
-
-
-def _read(context: LoadContext, request: _Request, matched: _Matched) -> StateDict:
-    """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
-    Merge them with common values, non-persistent objects and factories."""
-    place = context.stored.location.place
-    state = merge(matched.common_state, request.nonpersistent)
-    tensors: Any = matched.wanted
-    # Objects come first, so that no rank waits in the exchange for a rank that failed to load them.
-    with context.together():
-        if not matched.for_tensors.can_handle_sharded_objects:
-            validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
-            objects, tensors = extract_sharded_objects(matched.wanted)
-            loaded = matched.for_common.load_sharded_objects(objects, place)
-            state = merge(state, loaded)
-    state = merge(state, matched.for_tensors.load(tensors, place))
-    return request.adopted.restore(apply_factory_merges(state, request.factories))
+    return read, missing, unexpected

@@ -214,7 +214,7 @@ class HostPool:
         self._lock = threading.Lock()
         self._free: _Arena | None = None
 
-    def take(self, size: int, *, device: torch.device | None = None) -> _Arena:
+    def take(self, size: int, device: torch.device | None = None) -> _Arena:
         """Return an arena of at least ``size`` bytes, page-locked for CUDA if it is for a CUDA
         device.
 
@@ -231,8 +231,8 @@ class HostPool:
             del arena  # free its memory before allocating
         return _Arena(size, device)
 
-    def give_back(self, arena: _Arena | None) -> None:
-        """Keep an arena for the next save, in place of the one that is kept; ``None``: no arena."""
+    def give_back(self, arena: _Arena) -> None:
+        """Keep an arena for the next save, in place of the one that is kept."""
         with self._lock:
             old, self._free = self._free, arena
         if old is not None:
@@ -255,7 +255,6 @@ class Staging:
         budget_bytes: largest host memory to use, at least the size of the largest chunk; ``None``:
             as much as the chunks need.
         threads: number of threads that copy.
-        pool: pool of the memory.
 
     Attributes:
         arena_bytes: host memory used.
@@ -270,9 +269,7 @@ class Staging:
         overlap: bool = False,
         budget_bytes: int | None = None,
         threads: int | None = None,
-        pool: HostPool | None = None,
     ) -> None:
-        self._pool = pool or POOL
         self._threads = threads or default_threads()
         sizes = [_size(item) for item in writes]
         self.arena_bytes, largest = sum(sizes), max(sizes, default=0)
@@ -288,9 +285,7 @@ class Staging:
         sources = [item.source for item in writes if isinstance(item.source, DevicePart)]
         devices = {source.tensor.device for source in sources if source.tensor.is_cuda}
         self._devices = {device: DeviceCopies(device) for device in devices}
-        self._arena: _Arena | None = self._pool.take(
-            self.arena_bytes, device=next(iter(devices), None)
-        )
+        self._arena: _Arena | None = POOL.take(self.arena_bytes, next(iter(devices), None))
         self._last: list[ChunkWrite] = []
         self._complete = threading.Event()
         self.error: BaseException | None = None
@@ -386,7 +381,7 @@ class Staging:
         self.wait(host=True)
         arena, self._arena = self._arena, None
         if arena is not None:
-            self._pool.give_back(arena)
+            POOL.give_back(arena)
 
 
 def _size(item: ChunkWrite) -> int:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardstore.coverage import FlatRange, Layouts, is_first
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
-from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, local_box
+from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, is_within, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
@@ -104,11 +104,9 @@ def fetched(source: Source) -> NDArray[Any]:
 
 def require_plain(tensor: torch.Tensor, key: str) -> None:
     """Raise :class:`DTypeMismatchError` for a tensor that is not dense memory."""
-    if tensor.layout is torch.strided and tensor.device.type != "meta":
-        # A FakeTensor reports a real device, but its storage is on the meta device.
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if is_plain or tensor.untyped_storage().device.type != "meta":
-            return
+    # A FakeTensor reports a real device, but its storage is on the meta device.
+    if tensor.layout is torch.strided and tensor.untyped_storage().device.type != "meta":
+        return
     raise DTypeMismatchError(
         f"key {key!r} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
         "which has no plain memory to write; make it a dense tensor with data",
@@ -144,7 +142,7 @@ def array_meta(
     options: SaveOptions,
     *,
     zarr_format: int = 3,
-    layouts: Layouts | None = None,
+    layouts: Layouts = Layouts(),  # noqa: B008 (frozen)
 ) -> ArrayMeta:
     """Return the array of a sharded tensor, the same on every rank.
 
@@ -152,7 +150,6 @@ def array_meta(
         DTypeMismatchError: the data type cannot be stored.
         KeyNameError: the key cannot be stored.
     """
-    layouts = layouts or Layouts()
     try:
         name = dtypes.zarr_name(tensor.dtype)
     except DTypeMismatchError as error:
@@ -191,7 +188,7 @@ def plan_writes(
     options: SaveOptions,
     *,
     zarr_format: int = 3,
-    layouts: Layouts | None = None,
+    layouts: Layouts = Layouts(),  # noqa: B008 (frozen)
     shared: SharedWrites = SharedWrites(),  # noqa: B008 (frozen)
     known: Mapping[str, ArrayMeta] | None = None,
 ) -> WritePlan:
@@ -213,7 +210,7 @@ def plan_writes(
         AccessPatternError: a shard does not consist of whole chunks of the grid of its sharding.
         CheckpointingException: a main replica has no data.
     """
-    plan, layouts = WritePlan(), layouts or Layouts()
+    plan = WritePlan()
     found: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None]] = []
     in_group: dict[Shard, tuple[ArrayMeta, Box]] = {}
     for tensor in tensors:
@@ -233,7 +230,7 @@ def plan_writes(
             if identity(tensor) in in_group:
                 continue  # a rank may hold a shard twice
             in_group[identity(tensor)] = (meta, box)
-        if whole is not None or box.size:
+        if box.size:
             found.append((tensor, meta, box, whole))
     mine = shared.own_chunks(in_group)
     cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
@@ -252,9 +249,7 @@ def plan_writes(
         for index in meta.grid.overlapping(box) if whole is None else (whole,):
             if (name := identity(tensor)) in in_group and (name, index) not in mine:
                 continue
-            slices = (
-                () if whole is not None else meta.grid.box(index).relative_to(box.offset).slices
-            )
+            slices = () if whole else meta.grid.box(index).relative_to(box.offset).slices
             plan.writes.append(ChunkWrite(meta, index, part(slices)))
     plan.cut = [cut[chunk] for chunk in sorted(cut)]
     return plan
@@ -262,8 +257,7 @@ def plan_writes(
 
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     shape = tensor.global_shape
-    is_inside = all(end <= length for end, length in zip(box.end, shape, strict=True))
-    if box.size and not (is_inside and meta.grid.is_aligned(box)):
+    if box.size and not (is_within(box, shape) and meta.grid.is_aligned(box)):
         raise AccessPatternError(
             f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
             f"does not match axis_fragmentations={tensor.axis_fragmentations} of global shape "
@@ -300,30 +294,28 @@ def _plan_flat(
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
     elements = parts_of(tensor.data, tensor.key)
+    of_shard = Grid(box.shape, (1,) * len(box.shape))
 
     def part_of(index: tuple[int, ...]) -> Box:
         return meta.grid.box(index).relative_to(box.offset)
 
-    def first_of(index: tuple[int, ...]) -> int:
-        return _position(part_of(index).offset, box.shape)
-
-    def last_of(index: tuple[int, ...]) -> int:
-        return _position(tuple(end - 1 for end in part_of(index).end), box.shape)
-
     # The first and the last elements of the chunks ascend: skip chunks before and after the range.
     indices = list(meta.grid.overlapping(box))
-    begin = bisect_left(indices, start, key=last_of)
-    for index in indices[begin : bisect_left(indices, stop, key=first_of)]:
+    begin = bisect_left(
+        indices, start, key=lambda index: of_shard.linear([n - 1 for n in part_of(index).end])
+    )
+    end = bisect_left(indices, stop, key=lambda index: of_shard.linear(part_of(index).offset))
+    for index in indices[begin:end]:
         part = part_of(index)
         # C order within the chunk is the order of the flattened shard, with or without gaps, so
         # that a range of the shard is a range of the chunk.
-        positions = _positions(part, box.shape)
+        positions = _positions(part, of_shard)
         first, last = bisect_left(positions, start), bisect_left(positions, stop)
         if first == last:
             continue
         is_whole = last - first == part.size
         shape = part.shape if is_whole else (last - first,)
-        data: Source = partial(_gathered, elements, part, box.shape, start, first, last, shape)
+        data: Source = partial(_gathered, elements, part, of_shard, start, first, last, shape)
         if isinstance(positions, range):
             low = positions[first] - start
             data = elements((slice(low, low + last - first),)).reshape(shape)
@@ -340,36 +332,29 @@ def _plan_flat(
         cut.setdefault((meta.key, index), shared).local[first] = data
 
 
-def _positions(part: Box, shape: Sequence[int]) -> range | NDArray[np.int64]:
-    """Return the positions of a part's elements in the flattened box, ascending: a range if they
-    are contiguous there."""
+def _positions(part: Box, of_shard: Grid) -> range | NDArray[np.int64]:
+    """Return the positions of a part's elements in the flattened shard, ascending: a range if they
+    are contiguous there. The elements of the shard are the chunks of the grid."""
+    shape = of_shard.shape
     axis = next((axis for axis, length in enumerate(part.shape) if length != 1), len(shape))
-    if part.shape[axis + 1 :] == tuple(shape[axis + 1 :]):
-        low = _position(part.offset, shape)
+    if part.shape[axis + 1 :] == shape[axis + 1 :]:
+        low = of_shard.linear(part.offset)
         return range(low, low + part.size)
-    found = np.ravel_multi_index(np.ix_(*map(np.arange, part.offset, part.end)), tuple(shape))
+    found = np.ravel_multi_index(np.ix_(*map(np.arange, part.offset, part.end)), shape)
     return found.reshape(-1)
-
-
-def _position(offset: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the position of an element in a flattened box."""
-    position = 0
-    for o, n in zip(offset, shape, strict=True):
-        position = position * n + o
-    return position
 
 
 def _gathered(
     elements: Callable[[tuple[slice, ...]], Source],
     part: Box,
-    extents: Sequence[int],
+    of_shard: Grid,
     start: int,
     first: int,
     last: int,
     shape: tuple[int, ...],
 ) -> NDArray[Any]:
     """Return elements ``first:last`` of a part with gaps, from a range that begins at ``start``."""
-    wanted = np.asarray(_positions(part, extents))[first:last] - start
+    wanted = np.asarray(_positions(part, of_shard))[first:last] - start
     low = int(wanted[0])
     data = fetched(elements((slice(low, int(wanted[-1]) + 1),)))
     out: NDArray[Any] = data[wanted - low].reshape(shape)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -69,8 +69,7 @@ def identity(tensor: ShardedTensor) -> Shard:
     return (tensor.key, tensor.global_offset)
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A rank's report about its group.
 
     Attributes:

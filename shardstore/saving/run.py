@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +21,9 @@ from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict,
 from shardstore.saving.replicas import copies_of
 from shardstore.saving.session import Part, SaveSession
 from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
-from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.publish import About
-from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import SaveOptions, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -39,7 +36,7 @@ from shardstore.validation import comparable, compare_common, validate_sharded_o
 
 
 def run_save(
-    place: str | Path, prepared: Callable[[], Part], *, verify_integrity: bool = False
+    place: str | Path, prepared: Callable[[], Part]
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
@@ -47,23 +44,13 @@ def run_save(
         place: the target as the caller gave it, for error texts.
         prepared: returns this rank's part of the save, see :func:`prepare`. Every rank raises its
             error.
-        verify_integrity: see :func:`shardstore.save`.
 
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
     """
     with collector_paused():
         session, part = SaveSession.begin(Ranks.current(), place, prepared)
-        request = session.run(part, lambda session: _write(session, part))
-    if verify_integrity:
-        what = f"writing {INTEGRITY_NAME} of {session.target.url}"
-        decide = lambda _: write_integrity(session.target)  # noqa: E731
-        add = partial(session.later.together, what=what, decide=decide)
-        if request is None:
-            add()
-        else:
-            request.add_finalize_fn(add)
-    return session, request
+        return session, session.run(lambda session: _write(session, part))
 
 
 def prepare(
@@ -75,6 +62,7 @@ def prepare(
     background: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
+    verify_integrity: bool = False,
 ) -> Part:
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
@@ -87,11 +75,11 @@ def prepare(
         CheckpointingException: an argument or a value of the state is wrong.
     """
     target = Location.of(checkpoint_dir, options.storage_options)
-    base: Location | None = None
-    if options.base is not None:
-        base = Location.of(options.base)
-        base = base if base.options else Location(base.url, target.options)
+    base = None if options.base is None else Location.of(options.base)
+    if base is not None and not base.options:
+        base = Location(base.url, target.options)
     require_group("replica_group", options.replica_group)
+    require_bool("verify_integrity", verify_integrity)
     check_state(given_state)
     if not isinstance(content_metadata, dict | None):
         raise ArgumentError(f"content_metadata={content_metadata!r:.100} must be a dict")
@@ -132,6 +120,7 @@ def prepare(
         base=base,
         adopts=state_dict is not given_state,
         background=background,
+        verify_integrity=verify_integrity,
     )
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
@@ -146,8 +135,12 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     assert part.strategies is not None  # prepare() has set them
     sharded_strategy, common_strategy = part.strategies
     agreed, place = session.agreed, session.attempt.location.place
-    meets = _meets_to_plan(sharded_strategy)
-    session.plans = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
+    innermost: object = sharded_strategy
+    while (base := getattr(innermost, "base_strategy", None)) is not None:
+        innermost = base
+    # When the strategy lets the ranks meet to plan: "always", to exchange "layouts", or never.
+    meets = getattr(innermost, "meets_to_plan", None)
+    session.plans = meets == "always" or (meets == "layouts" and session.plans)
     if agreed.common and not session.ranks.is_coordinator:
         compare_common(part.compared, agreed.common, session.ranks.rank)
     tensors, objects = part.sharded, None
@@ -167,14 +160,6 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
         return cast(AsyncSaveShardedStrategy, sharded_strategy).async_save(tensors, place)
     sharded_strategy.save(tensors, place)
     return None
-
-
-def _meets_to_plan(strategy: object) -> str | None:
-    """Return when a strategy, or the strategy that it wraps, lets the ranks meet to plan:
-    ``"always"``, to exchange ``"layouts"``, or never."""
-    while (base := getattr(strategy, "base_strategy", None)) is not None:
-        strategy = base
-    return getattr(strategy, "meets_to_plan", None)
 
 
 def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:

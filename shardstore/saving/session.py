@@ -15,14 +15,21 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import xxhash
 
-from shardstore.coverage import Layouts, check_object, local_layouts, merge_layouts, needs_layouts
+from shardstore.coverage import (
+    Layouts,
+    check_reports,
+    keys_of,
+    merge_layouts,
+    not_alone,
+    report_shards,
+)
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import keys_of_plain
 from shardstore.dtensor.layout import claims, decide_claims
@@ -35,10 +42,12 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover, read_base
+from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports, write_documents
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
+from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
@@ -76,6 +85,7 @@ class Part:
         adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
         background: purpose of the connections for the steps of an asynchronous save after planning;
             ``""``: the same ones; ``None``: the save is synchronous.
+        verify_integrity: see :func:`shardstore.save`.
     """
 
     target: Location
@@ -89,6 +99,7 @@ class Part:
     copies: Sequence[str] = ()
     adopts: bool = False
     background: str | None = None
+    verify_integrity: bool = False
 
     @cached_property
     def tensors(self) -> list[ShardedTensor]:
@@ -96,22 +107,18 @@ class Part:
         return sharded_tensors_of(self.sharded)
 
 
-@dataclass(frozen=True)
-class _Opening:
+class _Opening(NamedTuple):
     """A rank's report at the beginning of a save."""
 
-    target: str
-    base: str | None
+    place: str
     needs_layouts: bool
     adopts: bool
     copies: bytes
     claims: bytes
     offer: Offer | None
-    common: bytes
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """The coordinator's answer at the beginning of a save.
 
     Attributes:
@@ -144,6 +151,8 @@ class SaveSession:
         later: the same ranks, over the connections of the steps after planning.
         target: the target of the save.
         options: options of the save; a strategy may replace some of them.
+        about: further content of the root document.
+        background, verify_integrity: see :class:`Part`.
         attempt: the attempt that is written and committed.
         agreed: the agreement of the ranks.
         manifest: the arrays, chunks and files that this rank wrote.
@@ -162,11 +171,12 @@ class SaveSession:
             tensors would have as arrays.
     """
 
-    def __init__(
-        self, ranks: Ranks, later: Ranks, part: Part, agreed: Agreement, attempt: Attempt
-    ) -> None:
-        self.ranks, self.later = ranks, later
-        self.target, self.options = part.target, part.options
+    def __init__(self, ranks: Ranks, part: Part, agreed: Agreement, attempt: Attempt) -> None:
+        self.ranks = ranks
+        self.later = ranks.over(part.background) if part.background else ranks
+        # Not the part itself, which refers to the caller's tensors.
+        self.target, self.options, self.about = part.target, part.options, part.about
+        self.background, self.verify_integrity = part.background, part.verify_integrity
         self.attempt, self.agreed = attempt, agreed
         self.manifest = RankManifest(ranks.rank)
         if ranks.rank in agreed.tellers:
@@ -182,7 +192,7 @@ class SaveSession:
         )
         self.zarr_format: int | None = None
         self.failure: BaseException | None = None
-        self.plans = False
+        self.plans = agreed.exchange_layouts
         self.staging: Staging | None = None
         self.record: dict[str, Any] = {}
         self.common_keys: frozenset[str] = frozenset()
@@ -210,8 +220,17 @@ class SaveSession:
         begun: list[Attempt] = []  # on the coordinator
 
         def opening() -> bytes:
-            prepared.append(prepare())
-            return pickle.dumps(_opening(prepared[0], ranks))
+            part = prepare()
+            prepared.append(part)
+            report = _Opening(
+                f"to {part.target.url} with base={part.base and part.base.url}",
+                bool(not_alone(part.tensors)),
+                part.adopts,
+                xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
+                claims(part.sharded),
+                replicas.offer(part.tensors, part.options.replica_group),
+            )
+            return pickle.dumps(report)
 
         def decide(reports: list[bytes]) -> bytes:
             openings = [pickle.loads(report) for report in reports]
@@ -222,8 +241,7 @@ class SaveSession:
             agreed: Agreement = pickle.loads(answer)
             (part,) = prepared
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-            later = ranks.over(part.background) if part.background else ranks
-            session = cls(ranks, later, part, agreed, attempt)
+            session = cls(ranks, part, agreed, attempt)
         except BaseException:
             for attempt in begun:
                 attempt.abandon()
@@ -235,13 +253,10 @@ class SaveSession:
                 session.failure = problem
         return session, part
 
-    def run(
-        self, part: Part, work: Callable[[SaveSession], AsyncRequest | None]
-    ) -> AsyncRequest | None:
+    def run(self, work: Callable[[SaveSession], AsyncRequest | None]) -> AsyncRequest | None:
         """Write this rank's part and commit. Every rank calls it and waits for all others.
 
         Args:
-            part: this rank's part of the save.
             work: writes, or returns a request that writes.
 
         Returns:
@@ -262,8 +277,8 @@ class SaveSession:
             raise
         finally:
             del _open[self.attempt.location.url]
-        if part.background is None:
-            self.finish(part.about)
+        if self.background is None:
+            self.finish()
             return None
         if self.failure is not None and self.plans and not self.ranks.failed:
             with suppress(Exception):  # other ranks wait for this one's plan
@@ -287,7 +302,7 @@ class SaveSession:
             ends.insert(0, write.join)
         preload = request.preload_fn and guarded(request.preload_fn)
         request = request._replace(async_fn=write, finalize_fns=ends, preload_fn=preload)
-        request.add_finalize_fn(partial(self.finish, part.about))
+        request.add_finalize_fn(self.finish)
         return request
 
     def planned(self, tensors: Sequence[ShardedTensor], plan: Callable[[Layouts], T]) -> T:
@@ -309,7 +324,7 @@ class SaveSession:
             return plan(Layouts())
         with self.timed("exchange"):
             answer = self.ranks.together(
-                local_layouts(tensors, self.ranks.rank),
+                report_shards(not_alone(tensors)),
                 what=self.planning,
                 error=self.failure,
                 decide=lambda reports: pickle.dumps(merge_layouts(reports)),
@@ -371,12 +386,9 @@ class SaveSession:
         if self.staging is not None:
             self.staging.fail(error)
 
-    def finish(self, about: About) -> None:
+    def finish(self) -> None:
         """Send the manifest to the coordinator, which commits. Every rank calls it and waits for
         all others.
-
-        Args:
-            about: further content of the root document.
 
         Raises:
             AccessPatternError: the shards of all ranks do not cover each tensor exactly once.
@@ -387,7 +399,7 @@ class SaveSession:
 
         def decide(reports: list[bytes]) -> bytes:
             whole = replace(
-                about,
+                self.about,
                 world_size=self.ranks.world_size,
                 seconds=perf_counter() - self._started,
                 has_root=self.zarr_format == 3,
@@ -407,6 +419,9 @@ class SaveSession:
         self.meter.enter("done")
         if self.ranks.is_coordinator:
             self._log_commit()
+        if self.verify_integrity:
+            what = f"writing {INTEGRITY_NAME} of {self.target.url}"
+            self.later.together(what=what, decide=lambda _: write_integrity(self.target))
 
     def _give_up(self) -> None:
         self.meter.enter("failed")
@@ -429,7 +444,7 @@ class SaveSession:
         """Merge and check the manifests of all ranks. The coordinator calls it."""
         merged = merge_reports([self.manifest, *reports[1:]], self.options)
         if self.options.validate_access_integrity:
-            _check_objects(merged)
+            _check_objects(merged, self.ranks.world_size)
             if self.zarr_format is not None:
                 written = {*(meta.key for meta in merged.arrays), *merged.objects}
                 for rank, copies in merged.copies.items():
@@ -465,32 +480,24 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _opening(part: Part, ranks: Ranks) -> _Opening:
-    """Return this rank's report at the beginning of a save."""
-    url = part.target.url
-    if ranks.world_size > 1 and url.startswith("memory://"):
-        raise StorageError(
-            f"{url} is the memory of one process, but {ranks.world_size} ranks save; give a folder "
-            "or an object store that all of them see",
-            url=url,
-        )
-    is_told = ranks.is_coordinator and part.compared is not None
-    return _Opening(
-        url,
-        None if part.base is None else part.base.url,
-        needs_layouts(part.tensors),
-        part.adopts,
-        xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-        claims(part.sharded),
-        replicas.offer(part.tensors, part.options.replica_group),
-        pickled(part.compared) if is_told else b"",
-    )
-
-
 def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
-    _check_same_target(openings)
+    first, *others = [one.place for one in openings]
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise AccessPatternError(
+                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
+                "and base",
+                rank=rank,
+            )
+    if others and (url := part.target.url).startswith("memory://"):
+        raise StorageError(
+            f"{url} is the memory of one process, but {len(openings)} ranks save; give a folder or "
+            "an object store that all of them see",
+            url=url,
+        )
+    common = b"" if part.compared is None else pickled(part.compared)
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
     adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
@@ -501,7 +508,7 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
     return Agreement(
         attempt.id,
         any(opening.needs_layouts for opening in openings),
-        openings[0].common,
+        common,
         base,
         replicas.agree(opening.offer for opening in openings),
         list(tellers.values()),
@@ -515,31 +522,18 @@ def session_of(place: str | Path | Location) -> SaveSession | None:
     return _open.get(Location.of(place).url)
 
 
-def _check_same_target(openings: Sequence[_Opening]) -> None:
-    """Check that all ranks save to the same place, with the same base."""
-    first, *others = [f"to {one.target} with base={one.base}" for one in openings]
-    for rank, other in enumerate(others, 1):
-        if other != first:
-            raise AccessPatternError(
-                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
-                "and base",
-                rank=rank,
-            )
-
-
-def _check_objects(merged: Merged) -> None:
+def _check_objects(merged: Merged, world_size: int) -> None:
     """Check that each sharded object is written once, that grids of objects are complete, and that
     no key names both an object and a tensor."""
-    held: dict[str, list[tuple[int, ShardedObject]]] = {}
+    held: list[list[ShardedObject]] = [[] for _ in range(world_size)]
     for unique_key, ranks in merged.objects.items():
-        item = ShardedObject.empty_from_unique_key(unique_key)
-        held.setdefault(item.key, []).extend((rank, item) for rank in ranks)
-    for meta in merged.arrays:
-        if meta.key in held:
-            raise AccessPatternError(
-                f"Invalid access pattern: key {meta.key!r} is both a tensor's and a sharded "
-                "object's; rename one of them",
-                key=meta.key,
-            )
-    for parts in held.values():
-        check_object(parts)
+        for rank in ranks:
+            held[rank].append(ShardedObject.empty_from_unique_key(unique_key))
+    reports = [report_shards(objects) for objects in held]
+    if both := keys_of(reports) & {meta.key for meta in merged.arrays}:
+        raise AccessPatternError(
+            f"Invalid access pattern: key {min(both)!r} is both a tensor's and a sharded object's; "
+            "rename one of them",
+            key=min(both),
+        )
+    check_reports(reports)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardstore.dict_utils import dict_list_map_inplace, dict_list_map_outplace, nested_values
-from shardstore.distributed.groups import Group, any_rank, group_rank, group_size, raise_together
+from shardstore.distributed.groups import Group, group_rank, group_size, largest, raise_together
 from shardstore.errors import CheckpointingException
 from shardstore.exchange_utils import (
     ShardDistribution,
@@ -329,7 +329,8 @@ def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: 
     }
     expected = {key for key, ranks in distribution.all_ranks_for_shard.items() if rank in ranks}
     own = local.keys() & distribution.shards_in_this_group
-    return not any_rank(local != described or own != expected, group)
+    differs = local != described or own != expected
+    return not largest([int(differs)], group)[0]
 
 
 def _id_of(item: ShardedTensor | ShardedObject) -> _ShardId:

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore.coverage import FlatRange, Layouts, is_first, local_layouts, merge_layouts
+from shardstore.coverage import (
+    FlatRange,
+    Layouts,
+    is_first,
+    merge_layouts,
+    not_alone,
+    report_shards,
+)
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
     CheckpointingException,
@@ -178,8 +185,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             background="" if carry_out is stage_chunks else None,
         )
         session, _ = SaveSession.begin(Ranks.current(), place, lambda: part)
-        session.plans = session.agreed.exchange_layouts
-        return session.run(part, work)
+        return session.run(work)
 
     def _plan(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> WritePlan:
         rank = session.ranks.rank
@@ -294,7 +300,7 @@ def _create_or_open_zarr_arrays(
     """
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
-    told = local_layouts(sharded_tensors, ranks.rank)
+    told = report_shards(not_alone(sharded_tensors))
     layouts: Layouts = pickle.loads(
         ranks.together(told, what=what, decide=lambda all_: pickle.dumps(merge_layouts(all_)))
     )
@@ -319,7 +325,9 @@ def _should_create_array(ten: ShardedTensor) -> bool:
 
 
 def _create_zarr_array(
-    sharded_tensor: ShardedTensor, checkpoint_dir: str | Path, layouts: Layouts | None = None
+    sharded_tensor: ShardedTensor,
+    checkpoint_dir: str | Path,
+    layouts: Layouts = Layouts(),  # noqa: B008 (frozen)
 ) -> ZarrArray:
     """Create the array that a sharded tensor is a part of.
 

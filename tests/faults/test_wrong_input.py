@@ -214,7 +214,7 @@ def objects_are_two_or_missing(rank: int, world_size: int, folder: Path) -> None
     state = {"o": ShardedObject("o", rank, (2,), (min(rank, 1),))}
     refused(state, folder, "Invalid access pattern", "o/shard_1_2", "[1, 2]", "replica")
     state = {"o": ShardedObject("o", rank, (4,), (rank,))}
-    refused(state, folder, "Invalid access pattern", "'o'", "3 of the 4", "replica")
+    refused(state, folder, "Invalid access pattern", "'o'", "(3,) of shape (1,)", "replica")
 
 
 def what_is_asked_for_is_not_what_is_stored(rank: int, world_size: int, folder: Path) -> None:

@@ -36,8 +36,8 @@ def outcome(ranks: list[list[ShardedTensor | ShardedObject]]) -> str:
 
 def test_tensors_that_are_cut_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    check = coverage._check_tensor
-    monkeypatch.setattr(coverage, "_check_tensor", lambda m: (looked.append(m), check(m)))
+    check = coverage._check_cover
+    monkeypatch.setattr(coverage, "_check_cover", lambda m: (looked.append(m), check(m)))
 
     def row(key: str, rank: int, width: int) -> ShardedTensor:
         return replace(shard((2 * rank, 0), (2, width), (8, width)), key=key)
@@ -54,9 +54,11 @@ def test_tensors_that_are_cut_alike_are_looked_at_once(monkeypatch: pytest.Monke
 def test_objects_and_a_key_that_is_both() -> None:
     thing = ShardedObject("w", {"x": 1}, (1,), (0,))
     both = outcome([[thing], [shard((0,), (2,), (2,))]])
-    assert "ShardedTensor on ranks [1] and a ShardedObject on ranks [0]" in both
+    assert "'w' is a ShardedObject on rank 0 and a ShardedTensor on rank 1" in both
     assert outcome([[thing], []]) == ""
-    assert outcome([[thing], [thing]]).startswith("AccessPatternError: Duplicate")
+    twice = outcome([[thing], [thing]])
+    assert twice.startswith("AccessPatternError: Invalid access pattern for 'w'")
+    assert "offset (0,) of shape (1,) has 2 main replicas, on ranks [0, 1]" in twice
 
 
 def test_lists_that_were_set_by_hand() -> None:
@@ -70,8 +72,12 @@ def test_what_comes_back_is_what_was_described() -> None:
         "k", torch.ones(3), (2, 4), (0, 1, 2), flattened_range=slice(1, 4), replica_id=(0, 1)
     )
     thing = ShardedObject("o", 5, (2,), (1,), 1)
-    found = coverage.shards_of_report(coverage.report_shards([tensor, 7, thing]))
-    assert found == [[tensor.without_data(), thing.without_data()]]
+    reports = [coverage.report_shards([tensor, 7, thing])]
+    assert coverage.keys_of(reports) == {"k", "o"}
+    assert coverage._by_key(coverage._parsed(reports)) == {
+        "k": [(0, tensor.without_data())],
+        "o": [(0, thing.without_data())],
+    }
 
 
 def test_joined_reports_grow_with_the_cuts_alone() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardstore.saving import execute
 from shardstore.saving.execute import HostPool, Staging
 from shardstore.saving.plan import DevicePart
 from shardstore.storage.format.documents import ArrayMeta
@@ -31,7 +32,7 @@ def writes_of(count: int, size: int, pool: list[np.ndarray] | None = None) -> li
 
 def test_the_copy_does_not_follow_the_state() -> None:
     state: list[np.ndarray] = []
-    staging = Staging(writes_of(5, 1000, state), pool=HostPool())
+    staging = Staging(writes_of(5, 1000, state))
     for array in state:
         array[:] = 99
     assert [int(item.data()[0]) for item in staging.copies()] == [0, 1, 2, 3, 4]
@@ -45,22 +46,23 @@ def test_strides_and_data_types_keep_their_bits(dtype: type) -> None:
     whole = raw.view(np.uint8).repeat(np.dtype(dtype).itemsize, -1).view(dtype)
     view = whole[::2, ::-3]
     array = ArrayMeta("w", "w", Grid(view.shape, view.shape), name)
-    staging = Staging([ChunkWrite(array, (0, 0, 0), view)], pool=HostPool())
+    staging = Staging([ChunkWrite(array, (0, 0, 0), view)])
     assert staging.copies()[0].data().tobytes() == view.tobytes()
     staging.close()
 
 
-def test_memory_is_reused_and_given_back() -> None:
+def test_memory_is_reused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HostPool()
+    monkeypatch.setattr(execute, "POOL", pool)
     places = set()
     for _ in range(3):
-        staging = Staging(writes_of(4, 4096), pool=pool)
+        staging = Staging(writes_of(4, 4096))
         places.add(staging.copies()[0].data().ctypes.data)
         staging.close()
     assert len(places) == 1
     assert pool._free is not None
     assert len(pool._free.memory) == 4 * 4096
-    pool.give_back(None)
+    pool.take(4096)
     assert pool._free is None
 
 
@@ -79,7 +81,7 @@ def test_any_budget(sizes: list[int], budget: int, overlap: bool) -> None:
     def write(copies: Sequence[ChunkWrite]) -> None:
         found.extend(item.data().tobytes() for item in copies)
 
-    staging = Staging(writes, write, overlap=overlap, pool=HostPool(), budget_bytes=budget)
+    staging = Staging(writes, write, overlap=overlap, budget_bytes=budget)
     assert staging.arena_bytes <= max(budget, 64 * -(-max(sizes) // 64))
     write(staging.copies())
     staging.close()
@@ -90,7 +92,7 @@ def test_an_error_of_the_writer_ends_the_copying() -> None:
     def refuse(_: object) -> None:
         raise OSError("disk full")
 
-    staging = Staging(writes_of(10, 1024), refuse, pool=HostPool(), budget_bytes=2048)
+    staging = Staging(writes_of(10, 1024), refuse, budget_bytes=2048)
     assert staging.wait(0)  # the state may be changed
     with pytest.raises(OSError, match="disk full"):
         staging.copies()
@@ -104,7 +106,7 @@ def test_an_error_of_the_copier_reaches_who_waits_for_the_copy() -> None:
         raise ValueError("device lost")
 
     items[1] = ChunkWrite(items[1].array, (1,), broken)
-    staging = Staging(items, overlap=True, pool=HostPool())
+    staging = Staging(items, overlap=True)
     with pytest.raises(ValueError, match="device lost"):
         staging.copies()
     assert isinstance(staging.error, ValueError)
@@ -121,7 +123,7 @@ def test_a_copy_that_is_stopped_while_it_is_made() -> None:
 
     items = writes_of(3, 1024)
     items[0] = ChunkWrite(items[0].array, (0,), slow)
-    staging = Staging(items, overlap=True, pool=HostPool(), threads=1)
+    staging = Staging(items, overlap=True, threads=1)
     assert begun.wait(30)
     assert not staging.wait(0)
     staging.fail(RuntimeError("aborted"))
@@ -132,14 +134,14 @@ def test_a_copy_that_is_stopped_while_it_is_made() -> None:
 
 
 def test_a_chunk_larger_than_the_budget_raises_it(caplog: pytest.LogCaptureFixture) -> None:
-    staging = Staging(writes_of(2, 4096), lambda _: None, pool=HostPool(), budget_bytes=100)
+    staging = Staging(writes_of(2, 4096), lambda _: None, budget_bytes=100)
     assert staging.arena_bytes == 4096
     assert "4096 bytes is larger than the staging budget of 100 bytes" in caplog.text
     staging.close()
 
 
 def test_nothing_to_copy() -> None:
-    staging = Staging([], pool=HostPool(), budget_bytes=10)
+    staging = Staging([], budget_bytes=10)
     assert staging.copies() == []
     staging.close()
 
@@ -148,7 +150,7 @@ def test_parts_of_host_tensors_as_device_parts_are_fetched() -> None:
     """What is on a device that is not CUDA is fetched chunk by chunk."""
     array = ArrayMeta("w", "w", Grid((4,), (4,)), "float32")
     item = ChunkWrite(array, (0,), DevicePart(torch.arange(8.0)[::2]))
-    staging = Staging([item], pool=HostPool())
+    staging = Staging([item])
     assert staging.copies()[0].data().tolist() == [0, 2, 4, 6]
     staging.close()
 
@@ -174,7 +176,7 @@ def test_device_chunks_are_copied_behind_the_callers_stream(budget: int | None) 
     def write(copies: Sequence[ChunkWrite]) -> None:
         seen.extend(bool((item.data() == 7).all()) for item in copies)
 
-    staging = Staging(items, write, overlap=True, pool=HostPool(), budget_bytes=budget)
+    staging = Staging(items, write, overlap=True, budget_bytes=budget)
     staging.wait(host=False)
     tensor.fill_(9)
     write(staging.copies())
