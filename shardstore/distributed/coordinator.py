@@ -411,12 +411,15 @@ class Ranks:
         """
         channel = self._channel
         assert channel is not None
-        # Continue after a rank is lost, because the other ranks wait for pieces of this one.
-        begun = [(rank, channel.begin_piece(rank, data, receive=True)) for rank, data in receives]
-        begun += [(rank, channel.begin_piece(rank, data, receive=False)) for rank, data in sends]
+        begun_receives = [(rank, channel.begin_receive(rank, data)) for rank, data in receives]
+        begun_sends = [(rank, channel.begin_send(rank, data)) for rank, data in sends]
         lost: dict[int, RuntimeError] = {}
-        for rank, work in begun:
-            if problem := attempt(partial(channel.sent, work, self.deadline_s)):
+        # Continue after a rank is lost, because the other ranks wait for pieces of this one.
+        for rank, begun in begun_receives:
+            if problem := attempt(partial(channel.received, rank, begun, self.deadline_s)):
+                lost.setdefault(rank, problem)
+        for rank, begun in begun_sends:  # a rank that receives may itself wait until the deadline
+            if problem := attempt(partial(channel.sent, begun, self.deadline_s + GRACE_S)):
                 lost.setdefault(rank, problem)
         for rank, problem in lost.items():
             channel.is_broken = True

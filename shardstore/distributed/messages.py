@@ -7,12 +7,17 @@ A message begins with a head of fixed size that also holds a short body. So most
 piece, and the receiver can post its buffer before the message arrives, without knowing its length.
 This saves a round trip, which is slow if ranks share processors with ranks that compute. Errors are
 those of gloo or of the store (``RuntimeError``).
+
+If a rank dies, gloo ends only those operations of its connections of which no byte has moved; a
+piece that was sent or received in part is waited for until the time limit. So a byte follows long
+pieces, and the receiver answers with a byte. Both sides wait for these.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
@@ -35,14 +40,17 @@ _LEVEL_S = 25.0
 _HEAD = struct.Struct("<qq")  # status, bytes of the body
 _HEAD_BYTES = 512
 _INLINE_BYTES = _HEAD_BYTES - _HEAD.size
-_REPORTS, _PIECES = 0, 1
+_REPORTS, _PIECES, _ENDS, _ACKNOWLEDGEMENTS = range(4)
 """Tags of gloo messages. Gloo ends the process if a message does not fit its buffer, so a piece
 that no rank waits for must not arrive as a report."""
+_KEPT = 1000
+"""Last short sends, which gloo may still read."""
 
 
 Begun: TypeAlias = "list[dist.Work] | RuntimeError"
-"""Operations in progress with a rank, or the error that prevented them."""
-Asked: TypeAlias = "tuple[torch.Tensor, Begun]"
+"""Operations in progress with a rank, which have ended when the last one has, or the error that
+prevented them."""
+Asked: TypeAlias = "tuple[NDArray[np.uint8], Begun]"
 """A receive buffer, and the operation that fills it."""
 
 
@@ -109,6 +117,7 @@ class Channel:
         )
         self._links: dict[int, Any] = {}
         self._lost: dict[int, RuntimeError] = {}
+        self._kept: deque[dist.Work] = deque(maxlen=_KEPT)
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -224,17 +233,36 @@ class Channel:
     # -- messages ------------------------------------------------------------------------------
 
     def begin(self, rank: int, message: Message) -> Begun:
-        """Begin to send to a rank."""
+        """Begin to send to a rank. A short message needs no wait."""
         status, body = message
         inline = len(body) <= _INLINE_BYTES
         head = bytearray(_HEAD.pack(status, len(body)) + (body if inline else b""))
-        pieces = [head.ljust(_HEAD_BYTES, b"\0")] + ([] if inline else [bytearray(body)])
-        return self._move(rank, [torch.frombuffer(p, dtype=torch.uint8) for p in pieces], _REPORTS)
+        padded = np.frombuffer(head.ljust(_HEAD_BYTES, b"\0"), np.uint8)
+        begun = attempt(lambda: self._short(rank, padded, _REPORTS))
+        if isinstance(begun, RuntimeError):
+            return begun
+        if inline:
+            return []
+        return self.begin_send(rank, np.frombuffer(bytearray(body), np.uint8), _REPORTS)
 
-    def begin_piece(self, rank: int, piece: NDArray[np.uint8], *, receive: bool) -> Begun:
-        """Begin to send bytes, or to receive them in place. Both sides know their number."""
-        data = torch.from_numpy(np.require(piece, requirements="W"))
-        return self._move(rank, [data], _PIECES, receive=receive)
+    def begin_send(self, rank: int, piece: NDArray[np.uint8], tag: int = _PIECES) -> Begun:
+        """Begin to send bytes. Both sides know their number."""
+        return attempt(
+            lambda: [
+                self._move(rank, piece, tag),
+                self._move(rank, np.zeros(1, np.uint8), _ENDS),
+                self._move(rank, np.zeros(1, np.uint8), _ACKNOWLEDGEMENTS, receive=True),
+            ]
+        )
+
+    def begin_receive(self, rank: int, piece: NDArray[np.uint8], tag: int = _PIECES) -> Begun:
+        """Begin to receive bytes in place. Both sides know their number."""
+        return attempt(
+            lambda: [
+                self._move(rank, piece, tag, receive=True),
+                self._move(rank, np.zeros(1, np.uint8), _ENDS, receive=True),
+            ]
+        )
 
     def sent(self, begun: Begun, wait_s: float) -> None:
         """Wait until operations complete. The other rank may post its buffer late.
@@ -244,31 +272,42 @@ class Channel:
         """
         if isinstance(begun, RuntimeError):
             raise begun
-        for work in begun:
+        for work in reversed(begun):
             work.wait(timedelta(seconds=max(wait_s, 0.001)))  # 0 means the group's timeout
 
-    def ask(self, rank: int, size: int = _HEAD_BYTES) -> Asked:
+    def received(self, rank: int, begun: Begun, wait_s: float) -> None:
+        """Wait until bytes have arrived, and tell the sender; see :meth:`sent`."""
+        self.sent(begun, wait_s)
+        self._short(rank, np.zeros(1, np.uint8), _ACKNOWLEDGEMENTS)
+
+    def ask(self, rank: int) -> Asked:
         """Post a buffer for the next message of a rank. :meth:`receive` raises its error."""
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # not torch's default device
-        return buffer, self._move(rank, [buffer], _REPORTS, receive=True)
+        buffer = np.empty(_HEAD_BYTES, np.uint8)
+        return buffer, attempt(lambda: [self._move(rank, buffer, _REPORTS, receive=True)])
 
     def receive(self, rank: int, asked: Asked, wait_s: float) -> Message:
         """Wait for the message of a posted buffer."""
-        data = self._arrived(asked, wait_s)
-        status, size = _HEAD.unpack_from(data)
+        head, begun = asked
+        self.sent(begun, wait_s)
+        status, size = _HEAD.unpack_from(head.tobytes())
         if size <= _INLINE_BYTES:
-            return Message(status, data[_HEAD.size : _HEAD.size + size])
-        return Message(status, self._arrived(self.ask(rank, size), max(wait_s, GRACE_S)))
+            return Message(status, head[_HEAD.size : _HEAD.size + size].tobytes())
+        body = np.empty(size, np.uint8)
+        begun = self.begin_receive(rank, body, _REPORTS)
+        self.received(rank, begun, max(wait_s, GRACE_S))
+        return Message(status, body.tobytes())
 
-    def _arrived(self, asked: Asked, wait_s: float) -> bytes:
-        self.sent(asked[1], wait_s)
-        return asked[0].numpy().tobytes()
+    def _short(self, rank: int, piece: NDArray[np.uint8], tag: int) -> None:
+        """Send a few bytes, for which the other rank has posted a buffer."""
+        self._kept.append(self._move(rank, piece, tag))
 
     def _move(
-        self, rank: int, pieces: list[torch.Tensor], tag: int, *, receive: bool = False
-    ) -> Begun:
+        self, rank: int, piece: NDArray[np.uint8], tag: int, *, receive: bool = False
+    ) -> dist.Work:
         if rank in self._lost:
-            return self._lost[rank]
+            raise self._lost[rank]
         link = self._links[rank]
         move = link.recv if receive else link.send
-        return attempt(lambda: [move([piece], int(rank > self.rank), tag) for piece in pieces])
+        data = torch.from_numpy(np.require(piece, requirements="W"))
+        work: dist.Work = move([data], int(rank > self.rank), tag)
+        return work

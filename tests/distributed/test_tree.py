@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -160,6 +161,48 @@ def deaths(folder: Path, dying: dict[int, float], when: str) -> None:
         assert failures.keys() & dying.keys(), about
         assert any(f"rank {one}" in text for one in dying), about
         assert told - died < MOST_S[when], about
+
+
+def _exchanging(rank: int, port: int, folder: str, sends: bool) -> None:
+    """Rank 1 begins to send to rank 0, or to receive from it; rank 0 does the other half."""
+    os.environ.pop(DEADLINE_VARIABLE, None)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    ranks = Ranks.current()
+    ranks.together(what="beginning")
+    ranks.connect([1 - rank])
+    piece = np.zeros(400 << 20, np.uint8)
+    channel = ranks._channel
+    assert channel is not None
+    if rank == 1:
+        begun = (channel.begin_send if sends else channel.begin_receive)(0, piece)
+        Path(folder, "begun").touch()
+        channel.sent(begun, 100)
+    pieces = [(1, piece)]
+    try:
+        ranks.exchange([] if sends else pieces, pieces if sends else [])
+    except RanksError as error:
+        Path(folder, "outcome").write_text(f"{time.monotonic()} {error}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_rank_that_dies_in_the_middle_of_a_piece(tmp_path: Path, sends: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other, dying = start([(_exchanging, (r, store.port, str(tmp_path), sends)) for r in (0, 1)])
+    until = time.monotonic() + 100
+    while not (tmp_path / "begun").exists() and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    os.kill(dying.pid, signal.SIGSTOP)  # with a part on the way
+    time.sleep(0.5)
+    dying.kill()
+    died = time.monotonic()
+    other.join(60)
+    other.kill()
+    told, _, text = (tmp_path / "outcome").read_text().partition(" ")
+    assert "lost rank 1" in text
+    assert float(told) - died < MOST_S["later"]
 
 
 @pytest.mark.parametrize("who", [0, 3, 5])

@@ -95,7 +95,7 @@ def unfinished_save(
         place = session.attempt.location.place
         ZarrSaveShardedStrategy("zarr", version).save(state, place)
 
-    session.run(part, write)  # only the finalisation of its request would commit
+    session.run(write)  # only the finalisation of its request would commit
     assert session.failure is None
     return session
 

@@ -25,7 +25,6 @@ from shardstore.storage.commit import inventory as own_objects
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.commit.identity import ATTEMPTS, is_committed
 from shardstore.storage.commit.objects import ObjectAttempt
-from shardstore.storage.commit.publish import About
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.store_suite import Target, assert_small_state, small_state, unfinished_save
@@ -266,7 +265,7 @@ def test_the_sweeper_takes_what_no_commit_covers(target: Target) -> None:
     assert root.remote.walk() == [name for name in before if not name.startswith("step-2/")]
     assert shardstore.load(small_state(), kept.place)["step"] == 1
     with pytest.raises(StorageError, match="belongs"):
-        session.finish(About(common_backend=None))
+        session.finish()
     assert not is_committed(dead)
 
 
