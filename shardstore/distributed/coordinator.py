@@ -304,7 +304,7 @@ class Ranks:
                 channel.is_broken = True
                 return Message(_BROKEN, late)
             self._connect_tree(channel, what)
-        answer = None if above is None else channel.ask(above)
+        answer, kept = None if above is None else channel.ask(above), len(channel.kept)
         until = monotonic() + self.deadline_s
         for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
             # A rank that receives reports may itself wait until the deadline.
@@ -329,6 +329,8 @@ class Ranks:
             logger.warning(
                 "%d rank(s) did not receive the outcome of %s: %s", len(lost), what, named
             )
+        if verdict.status != _BROKEN:  # every rank has received what was sent before this step
+            del channel.kept[:kept]
         # Either all remaining ranks make new connections for the next step, or none does.
         channel.is_broken |= verdict.status == _BROKEN
         return verdict

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
@@ -43,8 +42,6 @@ _INLINE_BYTES = _HEAD_BYTES - _HEAD.size
 _REPORTS, _PIECES, _ENDS, _ACKNOWLEDGEMENTS = range(4)
 """Tags of gloo messages. Gloo ends the process if a message does not fit its buffer, so a piece
 that no rank waits for must not arrive as a report."""
-_KEPT = 1000
-"""Last short sends, which gloo may still read."""
 
 
 Begun: TypeAlias = "list[dist.Work] | RuntimeError"
@@ -96,6 +93,8 @@ class Channel:
     Attributes:
         rank: rank of this process.
         is_broken: whether a rank was lost. The ranks then use a new channel.
+        kept: short sends that nobody waits for. If one is freed before gloo has sent it, its
+            connection sends nothing more.
     """
 
     def __init__(self, purpose: str, after: Channel | None = None) -> None:
@@ -117,7 +116,7 @@ class Channel:
         )
         self._links: dict[int, Any] = {}
         self._lost: dict[int, RuntimeError] = {}
-        self._kept: deque[dist.Work] = deque(maxlen=_KEPT)
+        self.kept: list[dist.Work] = []
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ class Channel:
 
     def _short(self, rank: int, piece: NDArray[np.uint8], tag: int) -> None:
         """Send a few bytes, for which the other rank has posted a buffer."""
-        self._kept.append(self._move(rank, piece, tag))
+        self.kept.append(self._move(rank, piece, tag))
 
     def _move(
         self, rank: int, piece: NDArray[np.uint8], tag: int, *, receive: bool = False

@@ -29,11 +29,11 @@ from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 7  # rank 1 leads 2, rank 3 leads 4 and 5, rank 6 leads nobody
-TIMEOUT_S = {"before": 4, "arrived": 4, "connecting": 20, "later": 20}
+TIMEOUT_S = {"before": 4, "arrived": 20, "connecting": 20, "later": 20}
 """Of the process group; the deadline of saves is half an hour."""
 MOST_S = {
     "before": TIMEOUT_S["before"] + 2 * GRACE_S,
-    "arrived": TIMEOUT_S["arrived"] + GRACE_S,
+    "arrived": TIMEOUT_S["arrived"] + 2 * GRACE_S,
     "connecting": TIMEOUT_S["connecting"] + 2 * GRACE_S,
     "later": GRACE_S + 5,
 }
@@ -161,6 +161,24 @@ def deaths(folder: Path, dying: dict[int, float], when: str) -> None:
         assert failures.keys() & dying.keys(), about
         assert any(f"rank {one}" in text for one in dying), about
         assert told - died < MOST_S[when], about
+
+
+def _many_pieces(rank: int, world: int) -> int:
+    ranks, other = Ranks.current(), 1 - rank
+    ranks.together(what="beginning")
+    ranks.connect([other])
+    sizes = [*[10] * 1000, 16 << 20, *[10] * 2000]
+    sends = [(other, np.full(size, rank + 1, np.uint8)) for size in sizes]
+    receives = [(other, np.zeros(size, np.uint8)) for size in sizes]
+    ranks.exchange(sends, receives)
+    assert all((data == other + 1).all() for _, data in receives)
+    ranks.together(what="ending")
+    assert ranks._channel is not None
+    return len(ranks._channel.kept)
+
+
+def test_many_pieces_both_ways_and_nothing_of_them_is_kept() -> None:
+    assert max(run_ranks(_many_pieces, 2)) < 10
 
 
 def _exchanging(rank: int, port: int, folder: str, sends: bool) -> None:
