@@ -55,6 +55,9 @@ class Unreachable:
 
     is_connected, is_broken = True, False
 
+    def __init__(self) -> None:
+        self.kept: list[object] = []
+
     def ask(self, rank: int) -> int:
         return rank
 
