@@ -38,7 +38,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.movers import files, parallel
-from shardstore.storage.movers.checksums import read_chunk
+from shardstore.storage.movers.checksums import read_chunks
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -185,9 +185,12 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
         step()
         exchange(*paths)
 
-    def read(path: str, *arguments: Any) -> Any:
-        step()
-        return read_chunk(path, *arguments)
+    def read(requests: list[Any]) -> list[Any]:
+        found = []
+        for request in requests:
+            step()
+            found += read_chunks([request])
+        return found
 
     def clock() -> float:
         return _now[0].clock if _now else 0.0
@@ -201,7 +204,7 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody is held up for longer: what comes then no store can prevent, see FORMAT.md.
     monkeypatch.setattr(object_commit, "SETTLE_S", 100.0)
     monkeypatch.setattr(folder, "_exchange", exchanged)
-    monkeypatch.setattr(files, "read_chunk", read)
+    monkeypatch.setattr(files, "read_chunks", read)
     fsspec.register_implementation("orders", OrderedFileSystem, clobber=True)
     global _hooked
     if not _hooked:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardstore import ShardedTensor, load, save
 from shardstore.errors import ChunkCorruptError
 from shardstore.storage.movers import checksums, files
-from shardstore.storage.movers.checksums import crc32c, read_chunk
+from shardstore.storage.movers.checksums import crc32c, read_chunks
 from shardstore.storage.movers.counters import counters
 
 compiled = pytest.mark.skipif(
@@ -28,7 +28,7 @@ compiled = pytest.mark.skipif(
 @pytest.fixture(params=["compiled", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(files, "read_chunk", lambda *_: None)
+        monkeypatch.setattr(files, "read_chunks", lambda requests: [None] * len(requests))
     elif not checksums.COMPILED:
         pytest.skip("no compiler at the installation, or no AVX-512")
     return str(request.param)
@@ -40,6 +40,11 @@ def aligned(shape: tuple[int, ...], dtype: str, at: int = 0) -> NDArray[Any]:
     memory = np.zeros(size + 128, np.uint8)
     start = -memory.ctypes.data % 64 + at
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def read_chunk(path: str, size: int, target: Any = None) -> tuple[int, int] | None:
+    (found,) = read_chunks([(path, size, target)])
+    return found
 
 
 def write_chunk(path: Path, values: NDArray[Any]) -> int:
@@ -160,6 +165,47 @@ def test_another_size_content_or_no_file(tmp_path: Path) -> None:
     data[50] ^= 1
     flipped.write_bytes(data)
     assert read_chunk(str(flipped), 100, out) == (crc32c(data[:100], 0), crc)
+
+
+@compiled
+@given(st.lists(st.sampled_from(["read", "no target", "rows", "other size", "missing", "-1"])))
+def test_each_file_of_a_batch_has_its_own_answer(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("batch")
+    memory = np.zeros((len(kinds), 2, 12), np.uint8)
+    requests, expected = list[tuple[str, int, Any]](), []
+    for i, kind in enumerate(kinds):
+        values = np.full(20, i + 1, np.uint8)
+        crc = write_chunk(folder / str(i), values)
+        target = memory[i, :, :10] if kind == "rows" else memory.reshape(len(kinds), 24)[i, :20]
+        path, size = str(folder / str(i)), {"-1": -1, "other size": 19}.get(kind, 20)
+        if kind in ("no target", "-1"):
+            target = None
+        elif kind == "other size":
+            target = target[:19]
+        requests.append((path + ("x" if kind == "missing" else ""), size, target))
+        expected.append((crc, crc) if kind in ("read", "no target", "rows") else None)
+    assert read_chunks(requests) == expected
+    for i, kind in enumerate(kinds):
+        wanted = np.zeros((2, 12), np.uint8)
+        if kind == "rows":
+            wanted[:, :10] = i + 1
+        elif kind == "read":
+            wanted.reshape(24)[:20] = i + 1
+        assert (memory[i] == wanted).all()
+
+
+@compiled
+def test_a_request_that_does_not_fit_stops_the_batch_before_it_reads(tmp_path: Path) -> None:
+    write_chunk(tmp_path / "one", np.ones(3, np.uint8))
+    first = bytearray(3)
+    for wrong in [(str(tmp_path / "one"), 3, bytearray(2)), ("a", 3), ("a\0b", 3, None)]:
+        with pytest.raises((ValueError, TypeError)):
+            read_chunks([(str(tmp_path / "one"), 3, first), wrong])  # type: ignore[list-item]
+        assert first == bytearray(3)
+        first.append(0)  # nothing holds its memory any more
+        first.pop()
 
 
 @compiled

@@ -9,15 +9,11 @@
  * PCLMULQDQ Instruction" (Intel, 2009), for the reflected Castagnoli polynomial. Folding reduces the data to a
  * short message with the same checksum. The crc32 instruction computes the checksum of that message.
  *
- * The module is optional: shardstore/storage/movers/checksums.py imports it if it was built.
+ * For Linux on x86-64. The package works without it: checksums.py imports it if it was built.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-
-#if !defined(__x86_64__) || !defined(__linux__)
-#error "only for Linux on x86-64; the package works without this module"
-#endif
 
 #include <errno.h>
 #include <fcntl.h>
@@ -27,7 +23,6 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -36,9 +31,11 @@
 #define WITH_WIDE __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
 #define INLINE static inline __attribute__((always_inline))
 
-enum { CRC_BYTES = 4, LINE = 64, AHEAD = 2048 /* distance of prefetches */ };
-enum { BLOCK = 4 * LINE }; /* bytes folded at a time */
 enum {
+    CRC_BYTES = 4,
+    LINE = 64,
+    BLOCK = 4 * LINE, /* bytes folded at a time */
+    AHEAD = 2048,     /* distance of prefetches */
     PIECE_BYTES = 256 * 1024, /* size of a read: fits into the second-level cache */
     MAPPED_FROM = 2 * 1024 * 1024, /* smallest file that is mapped: the size of a huge page */
     PROBED_FROM = 128 * 1024, /* smaller files are read whether or not they are in the page cache */
@@ -203,8 +200,8 @@ static uint32_t take(uint32_t crc, struct target *to, const uint8_t *from, size_
  * return an error. */
 static int is_here(int fd)
 {
-    enum { EXT = 0xEF53, XFS = 0x58465342, F2FS = 0xF2F52010, ZFS = 0x2FC12FC1, TMPFS = 0x01021994 };
-    enum { BTRFS = 0x9123683E, OVERLAY = 0x794C7630 };
+    enum { EXT = 0xEF53, XFS = 0x58465342, ZFS = 0x2FC12FC1, TMPFS = 0x01021994, OVERLAY = 0x794C7630 };
+    enum { F2FS = 0xF2F52010, BTRFS = 0x9123683E };
     struct statfs about;
     const uint32_t type = fstatfs(fd, &about) ? 0 : (uint32_t)about.f_type;
 
@@ -223,9 +220,19 @@ static int is_cached(int fd, size_t bytes)
     return !syscall(CACHESTAT, fd, range, found, 0) && found[0] * (uint64_t)sysconf(_SC_PAGESIZE) >= bytes;
 }
 
+/* A file to read, and what was read. */
+struct request {
+    PyObject *path;
+    Py_buffer view;
+    struct target to;
+    Py_ssize_t bytes;
+    uint32_t crc, stored;
+    int fits, done; /* fits: its target can be filled here */
+};
+
 /* Reads a large file through a mapping. Returns 0 if a page fault maps only a few pages, because read(2) is
  * then faster. A fault maps many pages if the page cache holds the file in large pieces. */
-static int take_mapped(int fd, struct target *to, size_t bytes, uint32_t *crc, uint32_t *stored)
+static int take_mapped(int fd, struct request *of, size_t bytes)
 {
     struct rusage before, after;
     int taken = 0;
@@ -240,8 +247,8 @@ static int take_mapped(int fd, struct target *to, size_t bytes, uint32_t *crc, u
         (void)*(const volatile uint8_t *)(mapping + at);
     if (!getrusage(RUSAGE_THREAD, &after) && after.ru_minflt - before.ru_minflt <= 2 &&
         is_cached(fd, bytes + CRC_BYTES)) {
-        *crc = take(*crc, to, mapping, bytes);
-        memcpy(stored, mapping + bytes, CRC_BYTES);
+        of->crc = take(of->crc, &of->to, mapping, bytes);
+        memcpy(&of->stored, mapping + bytes, CRC_BYTES);
         taken = 1;
     }
     munmap((void *)mapping, bytes + CRC_BYTES);
@@ -250,28 +257,29 @@ static int take_mapped(int fd, struct target *to, size_t bytes, uint32_t *crc, u
 
 /* Reads a file of `bytes` bytes and a checksum. Returns 0 if there is no file of exactly this size, or if the
  * file is large and its start is not in the page cache: plain reads into the destination are then faster. */
-static int read_file(const char *name, struct target *to, size_t bytes, uint32_t *crc, uint32_t *stored)
+static int read_file(struct request *of)
 {
     _Alignas(LINE) uint8_t piece[PIECE_BYTES];
+    const size_t bytes = (size_t)of->bytes;
     struct stat about;
     /* O_NONBLOCK: if the name is a FIFO, do not wait for a writer. */
-    int done = 0, fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    int done = 0, fd = open(PyBytes_AsString(of->path), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
 
     if (fd < 0)
         return 0;
     if (!fstat(fd, &about) && S_ISREG(about.st_mode) && (size_t)about.st_size == bytes + CRC_BYTES) {
-        done = take_mapped(fd, to, bytes, crc, stored);
+        done = take_mapped(fd, of, bytes);
         for (size_t at = 0; !done;) {
             const size_t size = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;
             const size_t tail = at + size == bytes ? CRC_BYTES : 0;
-            const struct iovec parts[] = {{piece, size}, {stored, tail}};
+            const struct iovec parts[] = {{piece, size}, {&of->stored, tail}};
             int flags = at || bytes < PROBED_FROM ? 0 : RWF_NOWAIT;
             ssize_t got = preadv2(fd, parts, 2, (off_t)at, flags);
             if (got < 0 && errno == EOPNOTSUPP) /* the file system does not support RWF_NOWAIT */
                 got = preadv2(fd, parts, 2, (off_t)at, 0);
             if (got != (ssize_t)(size + tail))
                 break;
-            *crc = take(*crc, to, piece, size);
+            of->crc = take(of->crc, &of->to, piece, size);
             at += size;
             done = tail != 0;
         }
@@ -281,39 +289,50 @@ static int read_file(const char *name, struct target *to, size_t bytes, uint32_t
     return done;
 }
 
-static PyObject *read_chunk(PyObject *self, PyObject *args)
+/* Takes a request apart: path, size, and target or None. Returns 0 with an exception. */
+static int prepare(struct request *one, PyObject *item)
 {
-    PyObject *path, *target = Py_None;
-    struct target to = {0};
-    uint32_t crc = 0, stored = 0;
-    Py_buffer view;
-    Py_ssize_t bytes;
-    int done = 0;
+    PyObject *target;
 
-    if (!PyArg_ParseTuple(args, "O&n|O", PyUnicode_FSConverter, &path, &bytes, &target))
-        return NULL;
-    const char *name = PyBytes_AsString(path);
-    if (target == Py_None || !PyObject_GetBuffer(target, &view, PyBUF_STRIDED | PyBUF_WRITABLE)) {
-        if (target != Py_None && view.len != bytes)
-            PyErr_Format(PyExc_ValueError, "%zd bytes do not go into %zd", bytes, view.len);
-        else if (target == Py_None || describe(&view, &to)) {
-            Py_BEGIN_ALLOW_THREADS
-            done = read_file(name, &to, (size_t)bytes, &crc, &stored);
-            Py_END_ALLOW_THREADS
-        }
-        if (target != Py_None)
-            PyBuffer_Release(&view);
-    }
-    Py_DECREF(path);
-    if (PyErr_Occurred())
-        return NULL;
-    return done ? Py_BuildValue("kk", (unsigned long)crc, (unsigned long)stored) : Py_NewRef(Py_None);
+    if (!PyArg_ParseTuple(item, "O&nO", PyUnicode_FSConverter, &one->path, &one->bytes, &target) ||
+        (target != Py_None && PyObject_GetBuffer(target, &one->view, PyBUF_STRIDED | PyBUF_WRITABLE)))
+        return 0;
+    one->fits = one->bytes >= 0 && (target == Py_None || describe(&one->view, &one->to));
+    if (target == Py_None || one->view.len == one->bytes)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%zd bytes do not go into %zd", one->bytes, one->view.len);
+    return 0;
 }
 
-static PyMethodDef methods[] = {
-    {"read_chunk", read_chunk, METH_VARARGS, "read_chunk(path, size, target=None): see the stub."},
-    {NULL, NULL, 0, NULL},
-};
+static PyObject *read_chunks(PyObject *self, PyObject *list)
+{
+    const Py_ssize_t count = PyList_Size(list);
+    struct request *all = count < 0 ? NULL : PyMem_Calloc((size_t)count, sizeof(*all)), *one = all;
+    PyObject *found = NULL;
+
+    if (!all)
+        return count < 0 ? NULL : PyErr_NoMemory();
+    while (one < all + count && prepare(one, PyList_GetItem(list, one - all)))
+        one++;
+    if (one == all + count) {
+        Py_BEGIN_ALLOW_THREADS
+        for (one = all; one < all + count; one++)
+            one->done = one->fits && read_file(one);
+        Py_END_ALLOW_THREADS
+        found = PyList_New(count);
+    }
+    for (one = all; one < all + count; one++) {
+        if (found)
+            PyList_SetItem(found, one - all,
+                           one->done ? Py_BuildValue("II", one->crc, one->stored) : Py_NewRef(Py_None));
+        PyBuffer_Release(&one->view); /* does nothing without a target */
+        Py_XDECREF(one->path);
+    }
+    PyMem_Free(all);
+    return found;
+}
+
+static PyMethodDef methods[] = {{"read_chunks", read_chunks, METH_O, "See the stub."}, {NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copy_crc", NULL, -1, methods};
 

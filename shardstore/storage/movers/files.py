@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format.documents import CRC32C, ArrayMeta
-from shardstore.storage.movers.checksums import read_chunk
+from shardstore.storage.movers.checksums import read_chunks
 from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
@@ -85,10 +85,18 @@ def read_files(
 
     def work(batch: Sequence[ChunkPart]) -> None:
         size = 0
-        for part in batch:
-            array, path = part.array, f"{root}/{part.array.node}/{part.key}"
-            crc = array.expected_crc(part.number)
-            read = read_at_once(path, array, crc, part.out) if part.is_whole else 0
+        paths = [f"{root}/{part.array.node}/{part.key}" for part in batch]
+        at_once = iter(
+            read_at_once(
+                [
+                    (path, part.array, part.array.expected_crc(part.number), part.out)
+                    for path, part in zip(paths, batch, strict=True)
+                    if part.is_whole
+                ]
+            )
+        )
+        for path, part in zip(paths, batch, strict=True):
+            array, read = part.array, next(at_once) if part.is_whole else 0
             if not read:
                 with store_errors("reading", path, key=array.key):
                     verifier = ChunkVerifier.of(part, manifest)
@@ -181,35 +189,38 @@ def _create(path: str) -> FileIO:
                 os.mkdir(path.rpartition("/")[0])
 
 
-def read_at_once(
-    path: str, array: ArrayMeta, crc: int | None, out: NDArray[Any] | None = None
-) -> int:
-    """Read and verify a whole chunk with the compiled reader.
+WholeChunk = tuple[str, ArrayMeta, int | None, NDArray[Any] | None]
+"""A chunk to read as a whole: the path of its file, its array, the commit's crc32c of it, if known,
+and what receives its elements; ``None``: they are discarded."""
 
-    Args:
-        path: path of the chunk's file.
-        array: the chunk's array.
-        crc: the commit's crc32c of the chunk, if known.
-        out: receives the elements, if given. After a failure it may be partly overwritten.
+
+def read_at_once(chunks: Sequence[WholeChunk]) -> list[int]:
+    """Read and verify whole chunks with the compiled reader.
 
     Returns:
-        Number of bytes read; 0 if :func:`read_file` must read the chunk, which also finds out what
-        is wrong with a damaged one.
+        For each chunk the number of bytes read; 0 if :func:`read_file` must read it, which also
+        finds out what is wrong with a damaged one. What receives its elements may then be partly
+        overwritten.
     """
-    target: NDArray[np.uint8] | None = None
-    if array.codecs != (CRC32C,):
-        return 0
-    if out is not None:
+    requests = [(path, *_request(array, out)) for path, array, _, out in chunks]
+    return [
+        size + CRC_BYTES if found and found[0] == found[1] and crc in (None, found[0]) else 0
+        for (_, size, _), found, (_, _, crc, _) in zip(
+            requests, read_chunks(requests), chunks, strict=True
+        )
+    ]
+
+
+def _request(array: ArrayMeta, out: NDArray[Any] | None) -> tuple[int, NDArray[np.uint8] | None]:
+    """Return the number of bytes to read, and where they go; -1 bytes: not with that reader."""
+    if array.codecs == (CRC32C,):
+        if out is None:
+            return array.chunk_bytes, None
         if out.strides[-1:] == (out.itemsize,):
-            target = out.view(np.uint8)
-        elif out.flags.c_contiguous:
-            target = as_bytes(out)
-        else:
-            return 0
-    size = array.chunk_bytes if out is None else out.nbytes
-    found = read_chunk(path, size, target)
-    is_intact = found is not None and found[0] == found[1] and crc in (None, found[0])
-    return size + CRC_BYTES if is_intact else 0
+            return out.nbytes, out.view(np.uint8)
+        if out.flags.c_contiguous:
+            return out.nbytes, as_bytes(out)
+    return -1, None
 
 
 def read_file(path: str, verifier: ChunkVerifier, part: ChunkPart | None = None) -> int:

@@ -120,7 +120,9 @@ def check_chunk(
             data = as_bytes(whole_chunk(out, array.grid.chunk_shape)).data
         elif not location.is_local:
             data = location.read_range(name, 0, most_stored_bytes(array, number) + 1)
-        elif not hashes and (size := read_at_once(f"{location.url}/{name}", array, crc)):
+        elif not hashes and (
+            size := read_at_once([(f"{location.url}/{name}", array, crc, None)])[0]
+        ):
             return size, None
         else:
             return read_file(f"{location.url}/{name}", verifier), None
