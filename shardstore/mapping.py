@@ -661,13 +661,12 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
 
     Factories inside such a state dict are not replaced.
     """
-
-    def built(value: Any) -> Any:
-        return value.build() if isinstance(value, ShardedTensorFactory) else value
-
-    from shardstore.dict_utils import dict_list_map_inplace  # it needs the classes above
-
-    dict_list_map_inplace(built, sharded_state_dict)
+    state: Any = sharded_state_dict
+    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+        if isinstance(value, ShardedTensorFactory):
+            state[key] = value.build()
+        elif isinstance(value, dict | list):
+            apply_factories(state[key])
 
 
 def apply_factory_merges(

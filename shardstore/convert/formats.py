@@ -43,7 +43,7 @@ import msgspec
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError, damaged
 from shardstore.inspection import opened
 from shardstore.storage.commit import checkpoints, folder
-from shardstore.storage.commit.publish import About, Files, note_arrays, publish
+from shardstore.storage.commit.publish import About, Files, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, grid_of, plan_grid
@@ -323,8 +323,8 @@ class ShardstoreTarget(Target):
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
         """Write the common part and the sharded objects."""
         self._extras, self._arrays = extras, {meta.key: meta for meta in arrays}
-        note_arrays(self._manifest, [(meta, True) for meta in arrays])
         files = Files(self._attempt, self._manifest, self._options.budget_bytes)
+        files.add_arrays([(meta, True) for meta in arrays], documents=False)
         for name, data in self._files(extras):
             files.put(name, data)
         files.flush()

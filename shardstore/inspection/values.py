@@ -24,6 +24,7 @@ from shardstore.progress import Operation, ProgressArgument, metered
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME
 from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.stores.objects import read_many
 
 T = TypeVar("T")
 
@@ -393,4 +394,4 @@ def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, b
     names = [name for key, name in ckpt.objects.names.items() if wants(key.rpartition("/")[0])]
     if location.exists(COMMON_STATE_NAME):
         names.append(COMMON_STATE_NAME)
-    return dict(zip(names, location.read_many(names), strict=True))
+    return dict(zip(names, read_many(location, names), strict=True))

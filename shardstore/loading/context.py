@@ -16,6 +16,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import file_bytes_in
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.objects import read_many
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
 if TYPE_CHECKING:
@@ -96,10 +97,10 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
         ReplacedError: the checkpoint was replaced during the read.
         StorageError: the store failed.
     """
-    (root,) = location.read_many(names[:1])
+    (root,) = read_many(location, names[:1])
     found, sizes = {names[0]: root}, file_bytes_in(root or b"")
     with StoredCheckpoint(location, documents=found).unless_replaced():
-        texts = location.read_many(names[1:], [sizes.get(name) for name in names[1:]])
+        texts = read_many(location, names[1:], [sizes.get(name) for name in names[1:]])
     return {**found, **dict(zip(names[1:], texts, strict=True))}
 
 

@@ -52,13 +52,11 @@ def write_chunks(session: SaveSession, plan: WritePlan) -> None:
     """Create the arrays, write this rank's chunks, and merge and write shared chunks.
 
     Every rank calls it. Ranks that share chunks wait for each other's pieces, before they write
-    other chunks, which may take longer on some ranks. A rank writes the documents of the arrays
-    that it creates after its chunks, because other programs could open them.
+    other chunks, which may take longer on some ranks.
     """
     _exchange(session, plan.cut, session.write, ROUND_BYTES)
     # The largest first, so that threads end at about the same time.
     session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
-    session.write_documents(plan.created)
 
 
 def stage_chunks(session: SaveSession, plan: WritePlan) -> AsyncRequest:
@@ -80,14 +78,11 @@ def stage_chunks(session: SaveSession, plan: WritePlan) -> AsyncRequest:
             budget_bytes=budget,
             threads=options.threads,
         )
-    created = plan.created  # not the plan, which refers to the caller's memory
     plan.writes.clear()
 
     def write() -> None:
         try:
             session.write([*brought, *staging.copies()])
-            session.files.flush()
-            session.write_documents(created)
         finally:
             staging.close()
 

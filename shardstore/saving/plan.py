@@ -61,13 +61,11 @@ class WritePlan:
 
     Attributes:
         arrays: arrays that the rank writes to, and whether it creates them.
-        created: arrays that it creates, with their documents, once they are noted in its manifest.
         writes: chunks that it writes alone.
         cut: chunks that it shares with others, in the same order on all ranks.
     """
 
     arrays: list[tuple[ArrayMeta, bool]] = field(default_factory=list)
-    created: list[tuple[ArrayMeta, str]] = field(default_factory=list)
     writes: list[ChunkWrite] = field(default_factory=list)
     cut: list[CutChunk] = field(default_factory=list)
 

@@ -43,8 +43,7 @@ from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover, read_base
 from shardstore.storage.commit.inventory import write_integrity
-from shardstore.storage.commit.publish import About, Files, commit, merge_reports, write_documents
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, join
 from shardstore.storage.format.names import INTEGRITY_NAME
@@ -350,12 +349,6 @@ class SaveSession:
         """
         with self.timed("write"):
             self.files.flush_beside(lambda: self.mover.write(chunks, self._written))
-
-    def write_documents(self, created: Sequence[tuple[ArrayMeta, str]]) -> None:
-        """Write the documents of arrays that this rank creates; see :meth:`write` for errors."""
-        if self.options.array_documents:
-            with self.timed("write"):
-                write_documents(self.attempt, created)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -44,6 +44,7 @@ from shardstore.storage.format.names import (
 from shardstore.storage.movers.checksums import crc32c
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.objects import read_many
 
 if TYPE_CHECKING:
     # The modules that read chunks import NumPy, which a listing does not need.
@@ -268,7 +269,7 @@ class StoredCheckpoint:
         """Yield all arrays, each from its own document."""
         name = ".zarray" if root is None else "zarr.json"
         wanted = [entry for entry in self.location.walk() if entry.endswith(f"/{name}")]
-        for entry, text in zip(wanted, self.location.read_many(wanted), strict=True):
+        for entry, text in zip(wanted, read_many(self.location, wanted), strict=True):
             node = entry.rpartition("/")[0]
             if text is None:
                 continue  # deleted in the meantime
@@ -463,7 +464,7 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
     """
     for node in dict.fromkeys((node_name(key), key)):
         url = f"{location.url}/{node}"
-        old, text = location.read_many([f"{node}/.zarray", f"{node}/zarr.json"])
+        old, text = read_many(location, [f"{node}/.zarray", f"{node}/zarr.json"])
         if old is not None:
             return parse_v2_array(node, old, url)
         if text is not None and (found := parse_array(node, text, url)) is not None:

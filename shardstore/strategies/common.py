@@ -30,6 +30,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, is_object_file, node_name
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     ReadsOwnFormat,
@@ -234,7 +235,7 @@ def _read_file(
     candidates = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
     names = [name for name in dict.fromkeys(candidates) if is_inside(name)]
     for name in names:
-        (data,) = stored.location.read_many([name], [sizes.get(name)])
+        (data,) = read_many(stored.location, [name], [sizes.get(name)])
         if data is not None:
             return name, data
     for name in names:

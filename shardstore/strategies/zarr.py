@@ -54,13 +54,13 @@ from shardstore.storage.checkpoint import (
     read_array_meta,
     root_arrays,
 )
-from shardstore.storage.commit.publish import note_arrays
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import check_collisions, key_of
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -206,7 +206,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                     layouts=layouts,
                     shared=session.shared,
                 )
-                plan.created = note_arrays(session.manifest, plan.arrays)
+                session.files.add_arrays(plan.arrays, documents=options.array_documents)
             written = plan.written(rank)
             if zarr_format == 2:
                 session.attempt.announce({array.node for array in written}, rank)
@@ -510,7 +510,7 @@ def load_zarr_based_sharded_metadata(
     for node in root.listing():
         # Megatron-Core's locks are empty documents.
         names = [f"{node}/zarr.json", f"{node}/.zarray"]
-        if not any(root.read_many(names)):
+        if not any(read_many(root, names)):
             continue
         key = key_of(node) or read_array_meta(root, node).key
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))

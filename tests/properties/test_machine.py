@@ -32,7 +32,7 @@ from shardstore.convert import convert
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import FileSystemIO
+from shardstore.storage.stores.objects import FileSystemIO
 from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
 from tests.helpers.deaths import dies
 from tests.helpers.s3_proxy import FaultProxy

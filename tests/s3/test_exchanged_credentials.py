@@ -18,7 +18,7 @@ from scripts.s3_servers import ROOT, S3Server
 from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import object_io
+from shardstore.storage.stores.objects import object_io
 from tests.helpers.s3_checkpoints import state
 
 

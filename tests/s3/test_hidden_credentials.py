@@ -20,7 +20,7 @@ from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import object_io
+from shardstore.storage.stores.objects import object_io
 from shardstore.storage.stores.s3 import S3Settings
 from tests.helpers.s3_checkpoints import state
 

@@ -38,7 +38,7 @@ from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, StoreUrl
-from shardstore.storage.stores.object_io import object_io, read_objects
+from shardstore.storage.stores.objects import object_io, read_many
 from shardstore.storage.stores.remote import RemoteStore
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
@@ -172,8 +172,8 @@ def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None
         for name in ("layers%2F0.b~x", "%5F_a", "\u00e4 b"):
             assert io.put(name, [name.encode()], create=True)
             assert place.read(name) == io.get(name) == name.encode()
-        assert read_objects(place, ["a/b", "none", "a/b"]) == [b"new", None, b"new"]
-        assert read_objects(place, []) == []
+        assert read_many(place, ["a/b", "none", "a/b"]) == [b"new", None, b"new"]
+        assert read_many(place, []) == []
 
 
 @pytest.mark.parametrize(

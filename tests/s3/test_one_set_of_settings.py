@@ -20,7 +20,7 @@ from shardstore.errors import StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores import remote, tensorstore
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import object_io
+from shardstore.storage.stores.objects import object_io
 from tests.helpers.s3_checkpoints import state
 from tests.helpers.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
 

@@ -22,7 +22,7 @@ from shardstore.storage.movers import chunk_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores import object_io as object_io_module
+from shardstore.storage.stores import objects as objects_module
 from shardstore.storage.stores.location import Location
 
 
@@ -32,11 +32,11 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     flying, peak, most = 0, 0, 0
     lock = threading.Lock()
 
-    class Counting(object_io_module.FileSystemIO):
+    class Counting(objects_module.FileSystemIO):
         requests = small_requests = 32
 
         def __init__(self, location: Location) -> None:
-            self.inner = object_io_module.object_io(location)
+            self.inner = objects_module.object_io(location)
 
         def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
             with self._count(sum(map(len, parts))):
@@ -89,11 +89,11 @@ def test_small_objects_wait_for_no_large_one(
     small_gone = ended = 0
     watching = False
 
-    class Waiting(object_io_module.FileSystemIO):
+    class Waiting(objects_module.FileSystemIO):
         requests = small_requests = 4
 
         def __init__(self, location: Location) -> None:
-            self.inner = object_io_module.object_io(location)
+            self.inner = objects_module.object_io(location)
 
         def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
             with self._under_way(key):
@@ -149,7 +149,7 @@ def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> No
     under_way = {"large": 0, "small": 0}
     most = {"large": 0, "small": 0}
 
-    class Counting(object_io_module.FileSystemIO):
+    class Counting(objects_module.FileSystemIO):
         requests, small_requests = 2, 8
 
         def __init__(self, location: Location) -> None:
@@ -188,7 +188,7 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
     begun: list[str] = []
     both = threading.Barrier(2)
 
-    class Refusing(object_io_module.FileSystemIO):
+    class Refusing(objects_module.FileSystemIO):
         requests, small_requests = 2, 8
 
         def __init__(self, location: Location) -> None:
@@ -220,7 +220,7 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
     """What a chunk with gaps is gathered in is given back before it is sent."""
     kept: list[bool] = []
 
-    class Looking(object_io_module.FileSystemIO):
+    class Looking(objects_module.FileSystemIO):
         requests = small_requests = 2
 
         def __init__(self, location: Location) -> None:

@@ -24,6 +24,7 @@ from shardstore.storage.format.names import (
     require_inside,
 )
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.objects import read_many
 
 DELETING = f"{ATTEMPTS}/deleting"
 """Mark of a deletion that is still running or whose process died."""
@@ -87,7 +88,7 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
     if location.is_local:
         texts = [_regular(location, name) for name in documents]
     else:
-        texts = location.read_many(documents)
+        texts = read_many(location, documents)
     found = zip(asked, texts, strict=True)
     foreign = {node for node, text in found if text is None or is_foreign_node(text)}
     return ours, foreign

@@ -43,7 +43,8 @@ from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import begin_create, object_io, run_requests
+from shardstore.storage.stores.object_io import run_requests
+from shardstore.storage.stores.objects import begin_create, object_io
 
 SETTLE_S = 30.0
 """Seconds that a new claim waits for an older attempt that is about to commit: more than one PUT

@@ -99,6 +99,22 @@ class Files:
             StorageError: the store refused this file or an earlier one.
         """
         self._manifest.add_file(name, data)
+        self._keep(name, data)
+
+    def add_arrays(self, arrays: Iterable[tuple[ArrayMeta, bool]], *, documents: bool) -> None:
+        """Record arrays in the manifest. See :meth:`put` for errors.
+
+        Args:
+            arrays: arrays, and whether this writer creates them.
+            documents: whether to write or collect the documents of those that it creates. The root
+                document contains them too, so the manifest has no checksums of them.
+        """
+        for meta, created in arrays:
+            text = self._manifest.add_array(meta, created=created)
+            if text and documents:
+                self._keep(f"{meta.node}/{meta.document_name}", text.encode())
+
+    def _keep(self, name: str, data: bytes) -> None:
         if self._kept_bytes + len(data) > self._room:
             self.flush()
         self._kept.append((name, data))
@@ -116,29 +132,6 @@ class Files:
         kept, self._kept = self._kept, []
         self._kept_bytes = 0
         self._attempt.put_all(kept)
-
-
-def note_arrays(
-    manifest: RankManifest, metas: Iterable[tuple[ArrayMeta, bool]]
-) -> list[tuple[ArrayMeta, str]]:
-    """Record arrays in a manifest. Return the arrays that this writer creates, with their
-    documents.
-
-    Args:
-        manifest: the manifest of the writer.
-        metas: arrays, and whether this writer creates them.
-    """
-    noted = [(meta, manifest.add_array(meta, created=first)) for meta, first in metas]
-    return [(meta, text) for meta, text in noted if text]
-
-
-def write_documents(attempt: Attempt, created: Iterable[tuple[ArrayMeta, str]]) -> None:
-    """Write the documents of arrays, after all their chunks: other programs could open them.
-
-    Raises:
-        StorageError: the store failed.
-    """
-    attempt.put_all([(f"{m.node}/{m.document_name}", text.encode()) for m, text in created])
 
 
 def write_chunks(
@@ -161,7 +154,8 @@ def write_chunks(
         StorageError: the store failed.
     """
     manifest.array_documents = options.array_documents
-    note_arrays(manifest, metas)
+    for meta, created in metas:
+        manifest.add_array(meta, created=created)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
@@ -189,8 +183,8 @@ def publish(
     """
     merged = merge_reports(reports, options)
     if merged.array_documents:
-        documents = (text for _, text in merged.documents)
-        write_documents(attempt, zip(merged.arrays, documents, strict=True))
+        found = zip(merged.arrays, merged.documents, strict=True)
+        attempt.put_all([(f"{m.node}/{m.document_name}", text.encode()) for m, (_, text) in found])
     commit(attempt, options, merged, about)
 
 

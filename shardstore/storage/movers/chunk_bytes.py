@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import threading
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -16,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.parallel import kept_memory
 
 SCRATCH_BYTES = 4 * 1024 * 1024
 """Rows of a strided or padded chunk are gathered, or scattered, in slabs of at most this size."""
 MAPPED_FROM_BYTES = 128 * 1024
-
-_local = threading.local()
 
 
 def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -33,19 +31,14 @@ def scratch(size: int) -> NDArray[np.uint8]:
     """Return the first ``size`` bytes of this thread's scratch memory; ``size`` is at most
     :data:`SCRATCH_BYTES`.
 
-    The content is valid until the next call on the same thread. The memory is kept until
-    :func:`free_scratch`, because fresh pages cost more than the copy.
+    The content is valid until the next call on the same thread. The memory is kept, because fresh
+    pages cost more than the copy.
     """
-    buffer: NDArray[np.uint8] | None = getattr(_local, "scratch", None)
+    buffer: NDArray[np.uint8] | None = getattr(kept_memory, "scratch", None)
     if buffer is None:
-        buffer = _local.scratch = np.empty(SCRATCH_BYTES, np.uint8)
+        buffer = kept_memory.scratch = np.empty(SCRATCH_BYTES, np.uint8)
     assert size <= len(buffer)
     return buffer[:size]
-
-
-def free_scratch() -> None:
-    """Free this thread's scratch memory. A thread that ends frees it without this call."""
-    _local.__dict__.clear()
 
 
 def lies_as_chunk(data: NDArray[Any], chunk_shape: tuple[int, ...]) -> bool:

@@ -34,10 +34,9 @@ from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
     ObjectIO,
-    begin_create,
-    object_io,
     run_requests,
 )
+from shardstore.storage.stores.objects import begin_create, object_io
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
 

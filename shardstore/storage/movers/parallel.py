@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from shardstore.storage.movers.chunk_bytes import free_scratch
-
 T = TypeVar("T")
 
 MAX_THREADS = 8
 NICENESS = 5
 """Added to the nice value of threads that write beside a training loop, so that the loop has
 priority if processors are busy."""
+
+kept_memory = threading.local()
+"""Memory that a thread keeps for its next job. :func:`run_batched` frees that of its caller; a
+thread that ends frees its own."""
 
 
 def default_threads() -> int:
@@ -87,7 +89,7 @@ def run_batched(
 
     Raises:
         BaseException: the first error that ``work`` raised. No batch starts after it, and all
-            threads have ended. The scratch memory of the calling thread is freed.
+            threads have ended. :data:`kept_memory` of the calling thread is freed.
     """
     batches = deque(in_rounds(items, weight, batch_weight, batch_items))
     failures: list[BaseException] = []
@@ -116,7 +118,7 @@ def run_batched(
                 thread.join()
             except BaseException as error:  # an interrupt: stop the other threads, and wait
                 failures.append(error)
-    free_scratch()
+    kept_memory.__dict__.clear()
     if failures:
         raise failures[0]
 

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +32,9 @@ _FILE = "file://"
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<rest>.*)", re.DOTALL)
 
 
-_OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
-
-ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors of reading a file or folder that does not exist, or is of the other kind."""
+_OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 
 def shown(place: object) -> str:
@@ -323,26 +322,14 @@ class Location:
             DamagedCheckpointError: a FIFO, a device or a socket has its name, or it is too large.
             StorageError: the store failed.
         """
-        counters.add(documents_read=1)
-        found = self._read(name, most)
+        found = self.read_if_there(name, most)
         if found is None:
             raise FileNotFoundError(f"{self.url}/{name}")
         return found
 
-    def read_many(
-        self, names: Sequence[str], most: Sequence[int | None] = ()
-    ) -> list[bytes | None]:
-        """Return the contents of small documents, concurrently from an object store; ``None`` for
-        each document that does not exist. ``most`` has the largest size of each, if it is known.
-        Raises the other errors of :meth:`read`."""
-        counters.add(documents_read=len(names))
-        if self.is_local:
-            return [*map(self._read, names, most or [None] * len(names))]
-        from shardstore.storage.stores.object_io import read_objects
-
-        return read_objects(self, names, most)
-
-    def _read(self, name: str, most: int | None) -> bytes | None:
+    def read_if_there(self, name: str, most: int | None = None) -> bytes | None:
+        """See :meth:`read`; ``None`` if there is no such document."""
+        counters.add(documents_read=1)
         found = self.read_range(name, 0, None if most is None else most + 1)
         require_size(found, f"{self.url}/{name}", most)
         return found
@@ -353,7 +340,7 @@ class Location:
         if not self.is_local:
             return self.remote.read_range(name, start, stop)
         path = f"{self.url}/{name}"
-        with store_errors("reading", path), suppress(*ABSENT):
+        with store_errors("reading", path), suppress(*_ABSENT):
             fd = open_regular(path)
             with open(fd, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -432,7 +419,7 @@ class Location:
         """
         if self.is_local:
             path = os.path.join(self.url, name) if name else self.url
-            with store_errors("listing", path), suppress(*ABSENT):
+            with store_errors("listing", path), suppress(*_ABSENT):
                 return sorted(os.listdir(path))
             return []
         return self.remote.listing(name)

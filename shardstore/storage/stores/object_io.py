@@ -1,5 +1,4 @@
-"""Puts and gets single objects: through TensorStore on S3, through fsspec on other stores or if
-TensorStore's driver does not support the settings.
+"""The interface to single objects of a store.
 
 A request has a start and an end. TensorStore runs started requests in its own threads, so a few
 threads can have many requests in progress. With fsspec, each request blocks a thread.
@@ -7,22 +6,15 @@ threads can have many requests in progress. With fsspec, each request blocks a t
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.stores.location import Location, require_size
-
-if TYPE_CHECKING:
-    from shardstore.storage.stores.remote import RemoteStore
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 MAX_OBJECT_BYTES = 5 * 1024**3
 """Size limit of one PUT (Amazon S3 user guide, "Uploading objects")."""
@@ -105,50 +97,6 @@ class ObjectIO:
         return partial(self.get, key, start, stop, size=size)
 
 
-class FileSystemIO(ObjectIO):
-    """Puts and gets objects through an fsspec file system."""
-
-    requests = small_requests = 8
-
-    def __init__(self, store: RemoteStore) -> None:
-        self._store = store
-
-    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
-        """See :meth:`ObjectIO.put`."""
-        data = b"".join(parts)
-        if create:
-            return self._store.create(key, data)
-        self._store.write(key, data)
-        return True
-
-    def get(
-        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> bytes | memoryview | None:
-        """See :meth:`ObjectIO.get`."""
-        return self._store.read_range(key, start, stop, size)
-
-
-def object_io(location: Location) -> ObjectIO:
-    """Return the :class:`ObjectIO` of a location.
-
-    Raises:
-        StorageError: the store cannot be used.
-    """
-    store = location.remote
-    why = store.s3_settings().unsupported if location.is_s3 else "another protocol than s3"
-    if not why:
-        from shardstore.storage.stores.tensorstore import KvStoreIO
-
-        return KvStoreIO(location)
-    _say_once("/".join(location.url.split("/")[:3]), why)
-    return FileSystemIO(store)
-
-
-@cache
-def _say_once(root: str, why: str) -> None:
-    logger.info("%s: fsspec moves chunks too, as TensorStore does not take %s", root, why)
-
-
 def run_requests(
     io: ObjectIO,
     items: Sequence[T],
@@ -199,72 +147,3 @@ def run_requests(
             raise
 
     run_batched(range(threads), work, threads=min(threads, len(items)))
-
-
-def read_objects(
-    location: Location, keys: Sequence[str], sizes: Sequence[int | None] = ()
-) -> list[bytes | None]:
-    """Read many small objects in parallel. Return ``None`` for each missing object.
-
-    Args:
-        location: the location below which the objects are.
-        keys: their names.
-        sizes: their sizes, if the commit has them.
-
-    Raises:
-        DamagedCheckpointError: an object is larger than its size.
-        StorageError: the store failed.
-    """
-    found: list[bytes | None] = [None] * len(keys)
-    if not keys:
-        return found
-    io = object_io(location)
-
-    def begin(number: int, _: bool) -> Callable[[], None]:
-        size = sizes[number] if sizes else None
-        get = io.begin_get(keys[number], 0, io.end_of(size))
-
-        def finish() -> None:
-            data = get()
-            require_size(data, f"{location.url}/{keys[number]}", size)
-            found[number] = None if data is None else bytes(data)
-
-        return finish
-
-    run_requests(io, range(len(keys)), begin)
-    return found
-
-
-def begin_create(
-    io: ObjectIO,
-    location: Location,
-    key: str,
-    parts: Sequence[bytes | memoryview],
-    check: Callable[[], None],
-) -> Callable[[], None]:
-    """Start a conditional PUT. Return a function that waits for the end. If an object of that name
-    exists, it is from an earlier try, whose answer was lost, or a leftover, or from a newer
-    attempt.
-
-    Args:
-        io: puts and gets objects below the location.
-        location: the location of the object.
-        key: name of the object.
-        parts: the content, in order.
-        check: called before an object with other content is replaced; raises if it must stay.
-    """
-    put = io.begin_put(key, parts, create=True)
-
-    def finish() -> None:
-        if put():
-            return
-        there = io.get(key, size=sum(map(len, parts)))
-        if there is None and not io.put(key, parts, create=True):
-            raise location.child(key).error(
-                ": the store says that the object exists, but has none of this name; save again"
-            )
-        if there not in (None, b"".join(parts)):
-            check()
-            io.put(key, parts, create=False)
-
-    return finish

@@ -26,7 +26,6 @@ from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores import s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
-from shardstore.storage.stores.location import ABSENT
 
 FIRST_DEADLINE_S = 20.0
 """Deadline of a request to a store that has not yet answered this process. It is short, to detect
@@ -413,7 +412,7 @@ class RemoteStore:
             yield
         except CheckpointingException:
             raise
-        except ABSENT as error:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             if code_of(error) == "NoSuchBucket" or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None
