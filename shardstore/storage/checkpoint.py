@@ -396,15 +396,13 @@ class StoredCheckpoint:
             if node in links or not location.walk(node):
                 location.delete(node)
 
-    def check_file(self, name: str, data: bytes | None) -> bool:
-        """Compare the content of a file other than a chunk with its checksum in the commit.
+    def check_file(self, name: str, data: bytes | None) -> None:
+        """Compare the content of a file other than a chunk with its checksum in the commit, if it
+        has one.
 
         Args:
             name: name of the file below the root.
             data: its content; ``None`` if there is no such file.
-
-        Returns:
-            Whether the commit has a checksum of the file.
 
         Raises:
             DamagedCheckpointError: the checksums differ, or the file is missing and the commit
@@ -413,7 +411,7 @@ class StoredCheckpoint:
         known = None if self.root is None else self.root.file_sums.get(name)
         found = None if data is None else crc32c(data, 0)
         if not isinstance(known, int) or known == found:
-            return isinstance(known, int)
+            return
         what = "is missing, and the commit names it: the checkpoint is damaged"
         if found is not None:
             what = (
