@@ -662,11 +662,12 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     Factories inside such a state dict are not replaced.
     """
     state: Any = sharded_state_dict
-    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+    entries = enumerate(state) if isinstance(state, list) else ()
+    for key, value in list(state.items() if isinstance(state, dict) else entries):
         if isinstance(value, ShardedTensorFactory):
             state[key] = value.build()
-        elif isinstance(value, dict | list):
-            apply_factories(state[key])
+        else:
+            apply_factories(value)
 
 
 def apply_factory_merges(

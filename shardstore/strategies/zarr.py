@@ -209,7 +209,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
                 session.files.add_arrays(plan.arrays, documents=options.array_documents)
             written = plan.written(rank)
             if zarr_format == 2:
-                session.attempt.announce({array.node for array in written}, rank)
+                session.attempt.announce({array.node for array, _ in plan.arrays}, rank)
             session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
             return plan
 

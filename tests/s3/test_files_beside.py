@@ -102,6 +102,26 @@ def test_objects_do_not_wait_for_each_other(place: str) -> None:
     assert [found["step"] for found in loaded["objects"]] == [3] * OBJECTS
 
 
+def test_an_asynchronous_save_writes_nothing_before_it_returns(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if one file takes more memory than files that wait may take."""
+    monkeypatch.setattr(publish, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 1000)
+    returned, early = threading.Event(), list[str]()
+
+    def watch(path: str) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not returned.is_set() and "/.attempts/" not in path:
+            early.append(path)
+
+    WatchedFileSystem.watch = watch
+    handle = shardstore.async_save({"w": state(5)["w"], "text": "x" * 5000}, place)
+    returned.set()
+    handle.result()
+    assert early == []
+    assert {"common.pt", "w/zarr.json"} <= set(Location.of(place).remote.walk())
+
+
 def test_objects_are_read_beside_each_other(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shardstore.save(state(4), place)
     together, lock, asked = threading.Barrier(4), threading.Lock(), [0]

@@ -305,7 +305,10 @@ def test_a_save_in_layout_1_that_is_refused_or_deleted_leaves_nothing(
 ) -> None:
     root, place = target("old"), target("old/step-1")
     root.write("step-1/logs/1", b"mine")
-    holes = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 0, 2))}
+    holes = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 0, 2)),
+        "no chunk": ShardedTensor.from_rank_offsets("no chunk", torch.ones(0, 3)),
+    }
     with pytest.raises(AccessPatternError):
         shardstore.save(holes, place.place, ("zarr", 1))
     assert root.remote.walk() == ["step-1/logs/1"]

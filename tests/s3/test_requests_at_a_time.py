@@ -18,9 +18,9 @@ from shardstore import ShardedTensor
 from shardstore.errors import StorageError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.movers import chunk_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.mover import Mover
+from shardstore.storage.movers.parallel import kept_memory
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores import objects as objects_module
 from shardstore.storage.stores.location import Location
@@ -227,7 +227,7 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
             pass
 
         def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
-            kept.append("scratch" in chunk_bytes._local.__dict__)
+            kept.append(hasattr(kept_memory, "scratch"))
             return True
 
     monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Looking)

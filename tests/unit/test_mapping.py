@@ -555,6 +555,9 @@ def test_factories_are_applied_in_dicts_and_lists() -> None:
     assert state["list"][2][0]["a"].key == "h.a"
     assert state["tuple"] == (inside_a_value,)
     assert state["x"] is whole
+    for value in (None, 5, halves(), (halves(), {"f": inside_a_value})):  # nothing to replace in
+        apply_factories(value)  # type: ignore[arg-type]
+    assert inside_a_value.key == "f"
 
 
 def test_what_a_factory_builds_is_left_as_it_is() -> None:

@@ -209,6 +209,20 @@ def test_a_request_that_does_not_fit_stops_the_batch_before_it_reads(tmp_path: P
 
 
 @compiled
+def test_a_batch_that_changes_while_it_is_taken_apart(tmp_path: Path) -> None:
+    crc = write_chunk(tmp_path / "one", np.ones(3, np.uint8))
+    requests: list[Any] = []
+
+    class Emptying:
+        def __fspath__(self) -> str:
+            requests.clear()
+            return str(tmp_path / "one")
+
+    requests += [(Emptying(), 3, np.zeros(3, np.uint8)), (str(tmp_path / "one"), 3, None)]
+    assert read_chunks(requests) == [(crc, crc)] * 2
+
+
+@compiled
 @pytest.mark.parametrize("gap", [0, 64])
 @pytest.mark.parametrize("missing", [None, 0, 17, "all"])
 @pytest.mark.parametrize("size", [1 << 20, (5 << 20) + 12])

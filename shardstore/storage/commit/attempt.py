@@ -58,8 +58,8 @@ class Attempt(ABC):
         """
 
     def announce(self, nodes: Iterable[str], rank: int) -> None:  # noqa: B027 (as above)
-        """Store the names of this rank's arrays before it writes chunks of layout 1 directly to the
-        target. Each rank calls it once.
+        """Store the names of this rank's arrays before it writes their chunks and documents in
+        layout 1 directly to the target. Each rank calls it once.
 
         Raises:
             StorageError: the store failed.

@@ -128,8 +128,8 @@ def own_names(
     Checkpoints in subfolders, Zarr arrays and groups of other programs, and all other files are
     left out. A name that only looks like a chunk (``logs/1``) belongs to a checkpoint if its folder
     has an array document or is in ``ours``. If claims or marks show that a save or deletion died
-    here, chunks of layout 2 belong to it even without a document, because documents are written
-    last. Arrays of layout 1 belong to a checkpoint beside its documents or the mark of a deletion.
+    here, chunks of layout 2 belong to it even without a document, which may be written after them.
+    Arrays of layout 1 belong to a checkpoint beside its documents or the mark of a deletion.
     Sharded objects belong to a checkpoint if any document, claim or mark shows that there is or was
     one.
 

@@ -99,15 +99,20 @@ class Files:
             StorageError: the store refused this file or an earlier one.
         """
         self._manifest.add_file(name, data)
+        if self._kept_bytes + len(data) > self._room:
+            self.flush()
         self._keep(name, data)
 
     def add_arrays(self, arrays: Iterable[tuple[ArrayMeta, bool]], *, documents: bool) -> None:
-        """Record arrays in the manifest. See :meth:`put` for errors.
+        """Record arrays in the manifest.
 
         Args:
             arrays: arrays, and whether this writer creates them.
-            documents: whether to write or collect the documents of those that it creates. The root
-                document contains them too, so the manifest has no checksums of them.
+            documents: whether to collect the documents of those that it creates. The root document
+                contains them too, so the manifest has no checksums of them.
+
+        Raises:
+            AccessPatternError: see :meth:`RankManifest.add_array`.
         """
         for meta, created in arrays:
             text = self._manifest.add_array(meta, created=created)
@@ -115,8 +120,6 @@ class Files:
                 self._keep(f"{meta.node}/{meta.document_name}", text.encode())
 
     def _keep(self, name: str, data: bytes) -> None:
-        if self._kept_bytes + len(data) > self._room:
-            self.flush()
         self._kept.append((name, data))
         self._kept_bytes += len(data)
 

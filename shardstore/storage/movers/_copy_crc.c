@@ -306,15 +306,14 @@ static int prepare(struct request *one, PyObject *item)
 
 static PyObject *read_chunks(PyObject *self, PyObject *list)
 {
-    const Py_ssize_t count = PyList_Size(list);
-    struct request *all = count < 0 ? NULL : PyMem_Calloc((size_t)count, sizeof(*all)), *one = all;
-    PyObject *found = NULL;
+    PyObject *found = NULL, *items = PySequence_Tuple(list); /* keeps them, whatever their parsing calls */
+    const Py_ssize_t size = items ? PyTuple_Size(items) : 0;
+    struct request *all = PyMem_Calloc((size_t)size, sizeof(*all)), *one = all;
+    const Py_ssize_t count = all ? size : 0;
 
-    if (!all)
-        return count < 0 ? NULL : PyErr_NoMemory();
-    while (one < all + count && prepare(one, PyList_GetItem(list, one - all)))
+    while (one < all + count && prepare(one, PyTuple_GetItem(items, one - all)))
         one++;
-    if (one == all + count) {
+    if (items && all && one == all + count) {
         Py_BEGIN_ALLOW_THREADS
         for (one = all; one < all + count; one++)
             one->done = one->fits && read_file(one);
@@ -329,7 +328,8 @@ static PyObject *read_chunks(PyObject *self, PyObject *list)
         Py_XDECREF(one->path);
     }
     PyMem_Free(all);
-    return found;
+    Py_XDECREF(items);
+    return all || !items ? found : PyErr_NoMemory();
 }
 
 static PyMethodDef methods[] = {{"read_chunks", read_chunks, METH_O, "See the stub."}, {NULL}};
