@@ -85,7 +85,8 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tp1dp2", marks=pytest.mark.long), "tp2dp1"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tp1dp2", "tp2dp1"])
 def test_both_read_what_the_other_wrote(
     tmp_path: Path, ours: Path, python: Path, layout: str
 ) -> None:

@@ -74,6 +74,7 @@ def test_lightning_fabric(python: Path, tmp_path: Path) -> None:
     assert zarr.open_group(place, mode="r")["model.0.weight"].shape == (10, 6)
 
 
+@pytest.mark.long
 def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path) -> None:
     run(python, "lightning_fsdp1.py", tmp_path)
     place = tmp_path / "last.ckpt"

@@ -131,7 +131,9 @@ def test_what_megatron_wrote(name: str, bucket: str, tmp_path: Path) -> None:
 FORMATS = ("shardstore", "safetensors", "dcp")
 
 
-@pytest.mark.parametrize("target_format", FORMATS)
+@pytest.mark.parametrize(
+    "target_format", [pytest.param(f, marks=[pytest.mark.long] * (f == "dcp")) for f in FORMATS]
+)
 def test_the_budget_is_kept(bucket: str, tmp_path: Path, target_format: str) -> None:
     budget = 16 * MIB
     save_file({"w": torch.arange(18 * MIB, dtype=torch.float32)}, tmp_path / "m.safetensors")

@@ -10,6 +10,7 @@ import torch
 import shardstore
 from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
+from shardstore.storage.stores.tensorstore import REQUESTS
 from tests.helpers.s3_checkpoints import Run
 from tests.helpers.s3_proxy import FaultProxy, Passed
 
@@ -92,7 +93,7 @@ def test_what_can_be_under_way_at_once_is(run: Run, proxy: FaultProxy) -> None:
     try:
         proxy.most_at_once = 0
         requests_of_a_save(run, proxy, 3)
-        assert ARRAYS <= proxy.most_at_once <= 32
+        assert ARRAYS <= proxy.most_at_once <= REQUESTS
     finally:
         proxy.latency_s = 0.0
 

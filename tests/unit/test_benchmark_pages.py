@@ -101,6 +101,7 @@ def test_notes_stay_when_the_page_is_made_again(run: Path, tmp_path: Path) -> No
     assert page.read_text() == text
 
 
+@pytest.mark.long
 def test_sections_of_other_runs_stay(run: Path, tmp_path: Path) -> None:
     page, other = tmp_path / "docs.md", Path(shutil.copy(run, tmp_path / "earlier.json"))
     assert bench("page", run, other, "--markdown", page).returncode == 0
@@ -117,6 +118,7 @@ def texts(picture: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", picture.read_text())
 
 
+@pytest.mark.long
 def test_the_pictures_show_the_figures_of_their_page(tmp_path: Path) -> None:
     """Those of the repository are what its page says."""
     docs = SCRIPTS.parent / "docs"
