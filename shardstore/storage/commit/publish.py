@@ -124,11 +124,13 @@ class Files:
         self._kept_bytes += len(data)
 
     def flush_beside(self, work: Callable[[], None]) -> None:
-        """Write the collected files while ``work`` runs. Raises the errors of :meth:`put`."""
-        if self._kept:
+        """Write the collected files while ``work`` writes chunks; in a folder afterwards, because
+        threads that create small files hold each other up. Raises the errors of :meth:`put`."""
+        if self._kept and not self._attempt.location.is_local:
             run_together(self.flush, work)
         else:
             work()
+            self.flush()
 
     def flush(self) -> None:
         """Write the collected files. Raises the errors of :meth:`put`."""

@@ -13,7 +13,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from io import FileIO
 from itertools import repeat
 from typing import Any
 
@@ -56,6 +55,9 @@ def write_files(
         for item in batch:
             path = f"{location.url}/{item.name}"
             with store_errors("writing", path, key=item.array.key):
+                if not any(item.index):  # before its first chunk, which would fail without a folder
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(path.rpartition("/")[0])
                 chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
                 write_file(path, chunk, durable=options.durable)
             record = chunk.record
@@ -128,16 +130,18 @@ def write_file(
         content: lists of buffers in order, each valid until the next one is requested.
         durable: start the writeback of a large file.
     """
-    size = 0
-    with _create(path) as file:  # some file systems report write errors when it is closed
+    fd, size = _create(path), 0
+    try:
         for parts in content:
             for part in parts:
                 view = memoryview(part)
                 size += len(view)
                 while view:  # a disk that fills up writes a part first, and then refuses
-                    view = view[file.write(view) :]
+                    view = view[os.write(fd, view) :]
         if durable and size >= WRITEBACK_FROM:
-            start_writeback(file.fileno())
+            start_writeback(fd)
+    finally:
+        os.close(fd)  # some file systems report write errors here
 
 
 def start_writeback(fd: int) -> None:
@@ -173,12 +177,12 @@ def sync_file_system(location: Location) -> None:
             os.close(fd)
 
 
-def _create(path: str) -> FileIO:
+def _create(path: str) -> int:
     # Never write into an existing file: it may be a hard link to a chunk of another checkpoint.
     # Ranks that wrongly share a chunk do this at the same time; the commit tells them so.
     while True:
         try:
-            return FileIO(path, "x")
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
