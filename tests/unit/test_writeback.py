@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 from shardstore.errors import StorageError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
-from shardstore.storage.movers import files
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.files import WRITEBACK_FROM, start_writeback
 from shardstore.storage.movers.mover import Mover
@@ -63,14 +61,15 @@ def test_the_disk_begins_at_once_where_a_sync_will_wait_for_it(tmp_path: Path) -
 def test_a_file_that_fails_when_it_is_closed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full(FileIO):
-        def close(self) -> None:
-            is_open = not self.closed
-            super().close()
-            if is_open:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    close = os.close
 
-    monkeypatch.setattr(files, "FileIO", Full)
+    def full(fd: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        close(fd)
+        if name.endswith("/w/c.0"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "close", full)
     with pytest.raises(StorageError, match=r"/w/c\.0.*'w'"):
         written(tmp_path / "full", 10, durable=True)
 

@@ -12,7 +12,10 @@ from tests.helpers.megatron_releases import PROGRAMS, run
 pytestmark = pytest.mark.megatron
 
 
-@pytest.mark.parametrize(("version", "written"), [("0.15.3", "torch_dist"), ("0.19.2", "zarr")])
+@pytest.mark.parametrize(
+    ("version", "written"),
+    [pytest.param("0.15.3", "torch_dist", marks=pytest.mark.long), ("0.19.2", "zarr")],
+)
 def test_objects_that_were_made_before_are_saved_and_loaded(
     tmp_path: Path, version: str, written: str
 ) -> None:

@@ -61,6 +61,7 @@ def test_it_loads_that_and_saves_zarr_in_the_background_to_an_object_store(
     assert note.read_text() == "100"
 
 
+@pytest.mark.long
 def test_an_earlier_release_loads_that_and_saves_torch_dist(
     folder: Path, bucket: str, s3_server: S3Server
 ) -> None:
