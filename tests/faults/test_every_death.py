@@ -196,7 +196,7 @@ CASES = [
     ("overwrite", "killed"),
     ("delete", "killed"),
     ("remove", "killed"),
-    pytest.param("save", "killed", marks=LONG),
+    ("save", "killed"),
     pytest.param("save into a folder", "killed", marks=LONG),
     pytest.param("overwrite", "interrupted", marks=LONG),
     ("save", "interrupted"),

@@ -128,15 +128,16 @@ class FolderAttempt(Attempt):
             StorageError: the store failed; the target is unchanged.
         """
         self.put_all(documents)
-        target = self.target.url
-        if durable:
-            self.flush()
+        source, target = self.location.url, self.target.url
         try:
             with store_errors("committing", target):
-                if os.path.isdir(target) and os.listdir(target):
-                    self._replace()
-                else:
-                    os.rename(self.location.url, target)
+                replaced = os.path.isdir(target) and bool(os.listdir(target))
+                if not replaced:  # only after an exchange does the mark tell the two folders apart
+                    os.unlink(f"{source}/{OWNER_NAME}")
+            if durable:
+                self.flush()
+            with store_errors("committing", target):
+                self._replace() if replaced else os.rename(source, target)
         except StorageError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise exists_error(self.target, meanwhile=True) from None
