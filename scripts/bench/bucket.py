@@ -14,6 +14,7 @@ from typing import Any
 
 from s3_servers import S3Server, radosgw
 
+DELAY = Path(__file__).with_name("delay.py")
 PROXY = Path(__file__).resolve().parents[2] / "tests" / "helpers" / "s3_proxy.py"
 
 
@@ -66,11 +67,12 @@ class Bucket:
 
 
 @contextmanager
-def proxy(latency_ms: int) -> Iterator[None]:
-    """Put a proxy between the server and every process that starts inside."""
+def proxy(latency_ms: int, program: Path = PROXY) -> Iterator[None]:
+    """Put a program between the server and every process that starts inside: PROXY, which counts
+    requests, or DELAY, which takes less processor time."""
     upstream = os.environ["AWS_ENDPOINT_URL"]
     process = subprocess.Popen(
-        [sys.executable, str(PROXY), upstream, "--latency-ms", str(latency_ms)],
+        [sys.executable, str(program), upstream, "--latency-ms", str(latency_ms)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES)
     parser.add_argument("--client-cpu", type=int, action="append", help="may be repeated")
     options = parser.parse_args()
-    from bench.bucket import Bucket, proxy
+    from bench.bucket import DELAY, Bucket, proxy
 
     checkouts = {"this": ROOT, "other": options.other.resolve()}
     print("case | verb | of | median s | min s | cpu s | peak MiB")
@@ -76,7 +76,7 @@ def main() -> None:
             continue
         bucket = Bucket()
         found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
-        with proxy(latency) if latency else nullcontext():
+        with proxy(latency, DELAY) if latency else nullcontext():
             for number in range(options.rounds + 1):
                 # The other order each time; the first round does not count.
                 for who in sorted(checkouts, reverse=bool(number % 2)):

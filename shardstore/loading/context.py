@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,9 +14,13 @@ from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.documents import file_bytes_in
+from shardstore.storage.format.documents import committed_files
+from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.object_io import UNKNOWN_BYTES
 from shardstore.storage.stores.objects import read_many
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
@@ -84,10 +89,14 @@ def context_of(place: str | Path | Location) -> LoadContext:
 def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
     """Read small documents.
 
+    From an object store, the first :data:`UNKNOWN_BYTES` of all documents are requested at once.
+    Any document that is not the committed one, because it is larger or was replaced meanwhile, is
+    then read with its size in the commit.
+
     Args:
         location: the checkpoint.
-        names: names of the documents. The first is the root document, which has the sizes of the
-            others in the commit.
+        names: names of the documents. The first is the root document, which has the checksums and
+            sizes of the others.
 
     Returns:
         Name -> content, ``None`` if there is no such document.
@@ -97,11 +106,25 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
         ReplacedError: the checkpoint was replaced during the read.
         StorageError: the store failed.
     """
-    (root,) = read_many(location, names[:1])
-    found, sizes = {names[0]: root}, file_bytes_in(root or b"")
-    with StoredCheckpoint(location, documents=found).unless_replaced():
-        texts = read_many(location, names[1:], [sizes.get(name) for name in names[1:]])
-    return {**found, **dict(zip(names[1:], texts, strict=True))}
+    root, found = names[0], dict[str, bytes | None]()
+    if not location.is_local:
+        counters.add(documents_read=len(names))
+        starts = [partial(location.read_range, name, 0, UNKNOWN_BYTES) for name in names]
+        found.update(zip(names, run_together(*starts), strict=True))
+    if root not in found or len(found[root] or b"") == UNKNOWN_BYTES:
+        found.update(zip([root], read_many(location, [root]), strict=True))
+    sums, sizes = committed_files(found[root] or b"")
+
+    def is_committed(name: str) -> bool:
+        start = found.get(name)
+        if name in sums:
+            return start is not None and crc32c(start, 0) == sums[name]
+        return name in found and len(start or b"") < UNKNOWN_BYTES
+
+    others = [name for name in names if name != root and not is_committed(name)]
+    with StoredCheckpoint(location, documents={root: found[root]}).unless_replaced():
+        texts = read_many(location, others, [sizes.get(name) for name in others])
+    return {**found, **dict(zip(others, texts, strict=True))}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ exchanged for its state at each request of an overwrite, before each request of 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -231,6 +232,28 @@ def test_a_deletion(read: Reader) -> None:
     put_back(moments[-1])
     with pytest.raises(NotACheckpointError):
         read(PLACE)
+
+
+def test_documents_that_are_older_than_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load asks for all documents at once. The root's answer comes last, after an overwrite."""
+    save(1)
+    old = dict(WatchedFileSystem.store)
+    save(2)
+    new = dict(WatchedFileSystem.store)
+    put_back(old)
+    others, read = threading.Semaphore(0), WatchedFileSystem.cat_file
+
+    def cat_file(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path.endswith("/c/zarr.json") and WatchedFileSystem.store.keys() != new.keys():
+            for _ in range(2):
+                assert others.acquire(timeout=60)
+            put_back(new)
+        found = read(self, path, *args, **kwargs)
+        others.release()
+        return found
+
+    monkeypatch.setattr(WatchedFileSystem, "cat_file", cat_file)
+    assert load(PLACE) == 2
 
 
 def test_on_s3(s3_server: S3Server) -> None:

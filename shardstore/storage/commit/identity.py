@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
+from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.stores.location import Location, store_errors
 
 ATTEMPTS = ".attempts"
@@ -160,14 +161,21 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
         StorageError: the store failed.
     """
     store = location.remote
+
+    def config_text() -> bytes | None:
+        return store.read_range(CONFIG_NAME, 0, None)
+
     if names is None:
         # One byte shows that the document exists, without reading a large one.
-        has_root = store.read_range("zarr.json", 0, 1) is not None
-        names = ("zarr.json",) if has_root else (CONFIG_NAME,)
-    if "zarr.json" in names or CONFIG_NAME not in names:
-        return "zarr.json" in names
+        start, text = run_together(lambda: store.read_range("zarr.json", 0, 1), config_text)
+        has_root = start is not None
+    else:
+        has_root = "zarr.json" in names
+        text = config_text() if CONFIG_NAME in names and not has_root else None
+    if has_root or text is None:
+        return has_root
     try:
-        config = json.loads(store.read_range(CONFIG_NAME, 0, None) or b"")
+        config = json.loads(text)
         # With layout 2, the root document is the commit, and it is missing.
         version = config.get("sharded_backend_version", 1)
         return bool(config.get("sharded_backend") != "zarr" or version == 1)

@@ -11,6 +11,7 @@ import json
 import math
 from binascii import a2b_base64
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -607,12 +608,13 @@ def _file_bytes(attributes: object) -> dict[str, int]:
     return {name: n for name, n in found.items() if type(n) is int and 0 <= n < 2**62}
 
 
-def file_bytes_in(text: bytes) -> dict[str, int]:
-    """Return :attr:`RootDocument.file_bytes` of a root document, without parsing its arrays."""
-    try:
-        return _file_bytes(_ROOT.decode(text).attributes)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}  # the caller's parse_root says what is wrong
+def committed_files(text: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return :attr:`RootDocument.file_sums` and :attr:`RootDocument.file_bytes` of a root document,
+    without parsing its arrays."""
+    attributes: object = {}
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
+        attributes = _ROOT.decode(text).attributes
+    return _dict_of(_dict_of(attributes, "shardstore"), FILE_SUMS), _file_bytes(attributes)
 
 
 def parse_root(text: bytes, url: str) -> RootDocument:

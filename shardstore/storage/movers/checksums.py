@@ -47,12 +47,13 @@ class Sums:
 
     def add(self, data: memoryview) -> None:
         """Continue over further bytes."""
-        if self.hasher is not None:
-            self.hasher.update(data)
         start, size = 0, data.nbytes
         while start < size:
             step = min(self.block - self.position % self.block, size - start)
-            self.crc = crc32c(data[start : start + step], self.crc)
+            part = data[start : start + step]
+            self.crc = crc32c(part, self.crc)
+            if self.hasher is not None:  # while the part is in the processor's cache
+                self.hasher.update(part)
             start += step
             self.position += step
             if self.position % self.block == 0:

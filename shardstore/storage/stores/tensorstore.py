@@ -34,7 +34,7 @@ from shardstore.storage.stores.s3 import S3Settings
 
 T = TypeVar("T")
 
-REQUESTS = 128
+REQUESTS = 256
 """Concurrent requests of a process."""
 RETRIES = 8
 KEPT_BYTES = 32 * 1024 * 1024 - 64 * 1024
@@ -121,7 +121,7 @@ class KvStoreIO(ObjectIO):
     """
 
     requests = 32
-    small_requests = 96
+    small_requests = 160
     blocks = False
     reads_past_end = False
 
