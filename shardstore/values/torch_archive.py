@@ -13,6 +13,8 @@ import zipfile
 import zlib
 
 Stream = io.BytesIO | io.RawIOBase
+HEADER_BYTES = 30
+"""Size of a record's header in front of its content (APPNOTE.TXT of zip, "Local file header")."""
 
 
 class Records:
@@ -25,7 +27,7 @@ class Records:
         entries: name of a record -> its entry in the directory of the archive.
 
     Raises:
-        ValueError: the records take more bytes than the file has.
+        ValueError: the records take more bytes than the file has, or lie outside of it.
         zipfile.BadZipFile: the file is not an archive.
     """
 
@@ -36,8 +38,11 @@ class Records:
             entries = archive.infolist()
         self._file = file
         self.entries = {entry.filename.partition("/")[2]: entry for entry in entries}
-        if sum(entry.file_size for entry in entries) > file.seek(0, os.SEEK_END):
+        size = file.seek(0, os.SEEK_END)
+        if sum(entry.file_size for entry in entries) > size:
             raise ValueError("records that are larger than the file")
+        if any(entry.header_offset + HEADER_BYTES > size for entry in entries):
+            raise ValueError("records that begin after the end of the file")
 
     def start(self, name: str) -> int:
         """Return the offset of a record's content in the file, in bytes.
@@ -49,10 +54,10 @@ class Records:
         entry = self.entries[name]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"record {name} is compressed")
-        # The local header has 30 bytes, the name, and an extra field. Only it holds their lengths.
+        # A name and an extra field follow the header. Only it holds their lengths.
         self._file.seek(entry.header_offset + 26)
         lengths: tuple[int, int] = struct.unpack("<HH", self._file.read(4))
-        return entry.header_offset + 30 + sum(lengths)
+        return entry.header_offset + HEADER_BYTES + sum(lengths)
 
     def read(self, name: str) -> bytearray:
         """Return the content of a record.
