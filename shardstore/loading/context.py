@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,12 +16,12 @@ from shardstore.distributed.groups import Group, raise_together
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import committed_files
+from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.movers.checksums import crc32c
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import UNKNOWN_BYTES
 from shardstore.storage.stores.objects import read_many
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 
 CONTENT_METADATA_KEY = "content_metadata"
+START_BYTES = 1024 * 1024
+"""A document up to this size takes one request. About 2,000 arrays have a root document of this
+size."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,14 +93,14 @@ def context_of(place: str | Path | Location) -> LoadContext:
 def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
     """Read small documents.
 
-    From an object store, the first :data:`UNKNOWN_BYTES` of all documents are requested at once.
-    Any document that is not the committed one, because it is larger or was replaced meanwhile, is
-    then read with its size in the commit.
+    From an object store, the first :data:`START_BYTES` of all documents are requested at once. A
+    document that the root document does not confirm is read again after it, because it is
+    larger, or may be that of another checkpoint at the same place.
 
     Args:
         location: the checkpoint.
         names: names of the documents. The first is the root document, which has the checksums and
-            sizes of the others.
+            sizes of the others, and the content of ``metadata.json``.
 
     Returns:
         Name -> content, ``None`` if there is no such document.
@@ -109,19 +113,24 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
     root, found = names[0], dict[str, bytes | None]()
     if not location.is_local:
         counters.add(documents_read=len(names))
-        starts = [partial(location.read_range, name, 0, UNKNOWN_BYTES) for name in names]
+        starts = [partial(location.read_range, name, 0, START_BYTES) for name in names]
         found.update(zip(names, run_together(*starts), strict=True))
-    if root not in found or len(found[root] or b"") == UNKNOWN_BYTES:
+    if root not in found or len(found[root] or b"") == START_BYTES:
         found.update(zip([root], read_many(location, [root]), strict=True))
-    sums, sizes = committed_files(found[root] or b"")
+    config, sums, sizes = committed_files(found[root] or b"")
 
-    def is_committed(name: str) -> bool:
+    def is_confirmed(name: str) -> bool:
         start = found.get(name)
-        if name in sums:
-            return start is not None and crc32c(start, 0) == sums[name]
-        return name in found and len(start or b"") < UNKNOWN_BYTES
+        if config is None or name not in found:
+            return False
+        if start is None:  # older root documents name no files
+            return name != CONFIG_NAME and bool(sums) and name not in sums
+        if name == CONFIG_NAME:
+            with suppress(ValueError, RecursionError):
+                return bool(json.loads(start) == config)
+        return name in sums and crc32c(start, 0) == sums[name]
 
-    others = [name for name in names if name != root and not is_committed(name)]
+    others = [name for name in names[1:] if not is_confirmed(name)]
     with StoredCheckpoint(location, documents={root: found[root]}).unless_replaced():
         texts = read_many(location, others, [sizes.get(name) for name in others])
     return {**found, **dict(zip(others, texts, strict=True))}
@@ -133,7 +142,8 @@ def opened(
 ) -> Iterator[LoadContext]:
     """Open a checkpoint for the strategies that the block calls.
 
-    In an object store, the root document is requested once.
+    In an object store, the root document is requested once, or twice if it is larger than
+    :data:`START_BYTES`.
     """
     location = Location.of(checkpoint_dir, storage_options)
     context = context_of(location)

@@ -6,6 +6,7 @@ exchanged for its state at each request of an overwrite, before each request of 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,9 +16,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFile
 
 import shardstore
 from scripts.s3_servers import S3Server
+from shardstore.dcp import StorageWriter
 from shardstore.errors import NotACheckpointError
 from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
@@ -234,26 +238,70 @@ def test_a_deletion(read: Reader) -> None:
         read(PLACE)
 
 
-def test_documents_that_are_older_than_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def save_by_dcp(version: int) -> None:
+    shardstore.delete_checkpoint(PLACE)
+    saved = {"step": version, "w0": torch.full((6, 8), 10.0 * version)}
+    dcp.save(saved, storage_writer=StorageWriter(PLACE), no_dist=True)
+
+
+def save_in_layout_1(version: int) -> None:
+    shardstore.save(state(version), PLACE, ("zarr", 1), overwrite=True)
+
+
+def without_sums(objects: Objects) -> Objects:
+    """The objects with a root document as older versions wrote it."""
+    found = dict(objects)
+    root = next(name for name in found if name.endswith("/c/zarr.json"))
+    document = json.loads(found[root].getvalue())
+    document["attributes"] = {"shardstore": {"config": _config(document), "format_version": 1}}
+    found[root] = MemoryFile(None, root, json.dumps(document).encode())
+    return found
+
+
+def _config(document: Any) -> Any:
+    return document["attributes"]["shardstore"]["config"]
+
+
+SAVES: dict[str, tuple[Callable[[int], None], Callable[[Objects], Objects]]] = {
+    "save": (save, dict),
+    "dcp": (save_by_dcp, dict),
+    "layout-1": (save_in_layout_1, dict),
+    "no-sums": (save, without_sums),
+}
+
+
+@pytest.mark.parametrize("last", SAVES)
+@pytest.mark.parametrize("first", SAVES)
+def test_documents_that_are_older_than_the_root(
+    first: str, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A load asks for all documents at once. The root's answer comes last, after an overwrite."""
-    save(1)
-    old = dict(WatchedFileSystem.store)
-    save(2)
-    new = dict(WatchedFileSystem.store)
-    put_back(old)
-    others, read = threading.Semaphore(0), WatchedFileSystem.cat_file
+    moments = []
+    save(0)
+    for version, (work, change) in enumerate((SAVES[first], SAVES[last]), 1):
+        work(version)
+        moments.append(change(WatchedFileSystem.store))
+    put_back(moments[0])
+    others, read, new = threading.Semaphore(0), WatchedFileSystem.cat_file, threading.Event()
 
     def cat_file(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        if path.endswith("/c/zarr.json") and WatchedFileSystem.store.keys() != new.keys():
+        if path.endswith("/c/zarr.json") and not new.is_set():
             for _ in range(2):
                 assert others.acquire(timeout=60)
-            put_back(new)
-        found = read(self, path, *args, **kwargs)
-        others.release()
-        return found
+            put_back(moments[1])
+            new.set()
+        try:
+            return read(self, path, *args, **kwargs)
+        finally:
+            others.release()
 
     monkeypatch.setattr(WatchedFileSystem, "cat_file", cat_file)
-    assert load(PLACE) == 2
+    w0 = ShardedTensor.from_rank_offsets("w0", torch.zeros(6, 8))
+    loaded = shardstore.load({"w0": w0}, PLACE)
+    assert new.is_set()
+    assert isinstance(loaded, dict)
+    assert loaded["step"] == 2
+    assert (loaded["w0"] == 20).all()
 
 
 def test_on_s3(s3_server: S3Server) -> None:

@@ -209,3 +209,10 @@ def test_answers_that_a_ceph_gateway_gave_and_nobody_got(radosgw_server: S3Serve
 def test_slow_is_not_broken(run: Run, proxy: FaultProxy) -> None:
     proxy.latency_s, proxy.bytes_per_s = 0.05, 100_000
     assert attempt(run) is None
+
+
+def test_a_checkpoint_with_an_unreadable_config_is_still_one(proxy: FaultProxy, run: Run) -> None:
+    """The root document decides; ``metadata.json`` is only asked for at the same time."""
+    proxy.add(Fault.SLOW_DOWN, path=r"/step-1/metadata\.json$", count=None)
+    with pytest.raises(CheckpointExistsError):
+        run.save(1)

@@ -29,14 +29,22 @@ def laid_out(kind: str) -> torch.Tensor:
     wide = COLUMNS + 256 * (kind == "sliced")
     data = torch.empty(ROWS, wide)
     data.view(torch.int32).random_()
-    return data.t() if kind == "transposed" else data[:, :COLUMNS]
+    rows = data[: ROWS // 4] if kind == "short" else data
+    return data.t() if kind == "transposed" else rows[:, :COLUMNS]
 
 
 def grown(
-    rank: int, world: int, url: str, options: dict[str, str], kind: str, compression: str | None
+    rank: int,
+    world: int,
+    url: str,
+    options: dict[str, str],
+    kind: str,
+    compression: str | None,
+    chunk: int = CHUNK,
+    budget: int = BUDGET,
 ) -> int:
     """Growth of the peak over a save."""
-    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK, budget_bytes=BUDGET)
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=chunk, budget_bytes=budget)
 
     def save(tensor: torch.Tensor, name: str) -> None:
         state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
@@ -62,3 +70,10 @@ def test_chunks_under_way_keep_to_the_budget(
         if size <= LIMIT:
             break
     assert size <= LIMIT, f"{size / MIB:.1f} MiB of at most {LIMIT / MIB:.1f}"
+
+
+def test_small_chunks_keep_to_a_small_budget(s3_server: S3Server) -> None:
+    """Connections take more memory than the chunks."""
+    url, options, budget = f"s3://{s3_server.new_bucket()}", s3_server.storage_options, 8 * MIB
+    (size,) = run_ranks(grown, 1, url, options, "short", None, 16 * 1024, budget)
+    assert size <= budget + MIB, f"{size / MIB:.1f} MiB of {budget / MIB:.1f}"

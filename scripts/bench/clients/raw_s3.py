@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.clients.base import Share, raw_bytes
 
-CONCURRENCY, SMALL_CONCURRENCY = 32, 64
+CONCURRENCY, SMALL_CONCURRENCY = 32, 160
 AT_ONCE = f"{CONCURRENCY} requests at a time, {SMALL_CONCURRENCY} where all are below 1 MiB"
 DOCUMENT = memoryview(b" " * 700)
 """About what the document of a Zarr array takes."""

@@ -10,7 +10,7 @@ import json
 import pickle
 from collections.abc import Collection
 
-from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.stores.location import Location, store_errors
@@ -162,8 +162,11 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
     """
     store = location.remote
 
-    def config_text() -> bytes | None:
-        return store.read_range(CONFIG_NAME, 0, None)
+    def config_text() -> bytes | StorageError | None:
+        try:
+            return store.read_range(CONFIG_NAME, 0, None)
+        except StorageError as error:
+            return error
 
     if names is None:
         # One byte shows that the document exists, without reading a large one.
@@ -174,6 +177,8 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
         text = config_text() if CONFIG_NAME in names and not has_root else None
     if has_root or text is None:
         return has_root
+    if isinstance(text, StorageError):
+        raise text
     try:
         config = json.loads(text)
         # With layout 2, the root document is the commit, and it is missing.

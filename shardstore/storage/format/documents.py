@@ -608,13 +608,15 @@ def _file_bytes(attributes: object) -> dict[str, int]:
     return {name: n for name, n in found.items() if type(n) is int and 0 <= n < 2**62}
 
 
-def committed_files(text: bytes) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return :attr:`RootDocument.file_sums` and :attr:`RootDocument.file_bytes` of a root document,
-    without parsing its arrays."""
+def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]]:
+    """Return the ``config`` of a root document (``None`` if it has none),
+    :attr:`RootDocument.file_sums` and :attr:`RootDocument.file_bytes`, without parsing its
+    arrays."""
     attributes: object = {}
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
         attributes = _ROOT.decode(text).attributes
-    return _dict_of(_dict_of(attributes, "shardstore"), FILE_SUMS), _file_bytes(attributes)
+    about = _dict_of(attributes, "shardstore")
+    return about.get("config"), _dict_of(about, FILE_SUMS), _file_bytes(attributes)
 
 
 def parse_root(text: bytes, url: str) -> RootDocument:

@@ -45,8 +45,9 @@ _Request = Iterator[tuple[int, int, int] | None]
 start needs, and the size of its object in bytes; then starts and yields ``None``; then waits for
 the end."""
 
-CONNECTION_BYTES = 512 * 1024
-"""Buffer size of a TensorStore connection; a small object fills only a part of the buffer."""
+CONNECTION_BYTES = 96 * 1024, 512 * 1024
+"""Memory of a TensorStore connection in bytes: at least, and at most. A small object fills only a
+part of the buffer."""
 
 
 def write_objects(
@@ -236,4 +237,6 @@ class _Budget:
             self._changed.notify_all()
 
     def _of(self, held: int, size: int) -> tuple[int, int]:
-        return min(held + min(size, CONNECTION_BYTES), self._all), int(size >= LARGE_BYTES)
+        least, most = CONNECTION_BYTES
+        memory = held + min(max(size, least), most)
+        return min(memory, self._all), int(size >= LARGE_BYTES)

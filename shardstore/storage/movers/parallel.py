@@ -88,8 +88,8 @@ def run_batched(
         batch_items: largest number of jobs in a batch.
 
     Raises:
-        BaseException: the first error that ``work`` raised. No batch starts after it, and all
-            threads have ended. :data:`kept_memory` of the calling thread is freed.
+        BaseException: the first error that ``work`` raised, or an interrupt. No batch starts after
+            it, and all threads have ended. :data:`kept_memory` of the calling thread is freed.
     """
     batches = deque(in_rounds(items, weight, batch_weight, batch_items))
     failures: list[BaseException] = []
@@ -120,7 +120,8 @@ def run_batched(
                 failures.append(error)
     kept_memory.__dict__.clear()
     if failures:
-        raise failures[0]
+        # An interrupt comes before errors that it or the other threads caused.
+        raise next((f for f in failures if not isinstance(f, Exception)), failures[0])
 
 
 def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:

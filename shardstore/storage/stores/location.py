@@ -338,7 +338,7 @@ class Location:
         """Return bytes ``start:stop`` of a file, fewer if it ends before ``stop``; ``None`` if
         there is no such file. Raises the other errors of :meth:`read`."""
         if not self.is_local:
-            return self.remote.read_range(name, start, stop)
+            return self.remote.read_range(name, start, stop, (stop or start) - start)
         path = f"{self.url}/{name}"
         with store_errors("reading", path), suppress(*_ABSENT):
             fd = open_regular(path)

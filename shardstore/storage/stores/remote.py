@@ -149,7 +149,8 @@ class RemoteStore:
         except FileNotFoundError:
             return None
         except StorageError as error:
-            if code_of(error) == "InvalidRange":  # the document ends before the range begins
+            # The document ends before the range begins. Some answers have only the status.
+            if code_of(error) in ("InvalidRange", "416"):
                 return b""
             raise
 
@@ -389,11 +390,12 @@ class RemoteStore:
                 self.fs.invalidate_cache()  # others may have written since the cached listing
             return getattr(self.fs, method)(*args, **kwargs)
         seconds, call = self.deadline_s(size), getattr(self.fs, f"_{method}")
+        deadline = time.monotonic() + seconds
         try:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # concurrent first requests would each create a session
-                    sync(self.fs.loop, self.fs.set_session, timeout=seconds)
-            found = sync(self.fs.loop, call, *args, timeout=seconds, **kwargs)
+                    sync(self.fs.loop, self.fs.set_session, timeout=_left(deadline))
+            found = sync(self.fs.loop, call, *args, timeout=_left(deadline), **kwargs)
         except FSTimeoutError:
             raise too_late(self.url, seconds) from None
         except OSError as error:
@@ -418,6 +420,11 @@ class RemoteStore:
             raise FileNotFoundError(url) from None
         except Exception as error:  # the libraries have their own exception types
             raise explained(doing, url, error) from error
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline, at least some: fsspec takes 0 for no limit."""
+    return max(0.01, deadline - time.monotonic())
 
 
 def _unless_there(write: Callable[[], None]) -> bool:

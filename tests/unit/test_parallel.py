@@ -1,12 +1,14 @@
-"""Threads of a rank: its share of the processors that the ranks of a machine have together."""
+"""Threads: a rank's share of the processors that the ranks of a machine have together; errors."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import pytest
 
-from shardstore.storage.movers.parallel import default_threads
+from shardstore.storage.movers.parallel import default_threads, run_together
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,20 @@ def test_a_launcher_that_is_gone_has_bound_nobody(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "sched_getaffinity", affinity)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert default_threads() == 3
+
+
+def test_an_interrupt_comes_before_the_errors_of_other_threads() -> None:
+    begun = threading.Barrier(2, timeout=60)
+
+    def fails() -> None:
+        begun.wait()
+        raise OSError
+
+    def is_interrupted() -> None:
+        begun.wait()
+        time.sleep(0.1)  # the other error is most likely the first one
+        raise KeyboardInterrupt
+
+    for jobs in ((fails, is_interrupted), (is_interrupted, fails)):
+        with pytest.raises(KeyboardInterrupt):
+            run_together(*jobs)
