@@ -27,6 +27,8 @@ from shardstore.storage.commit.folder import _machine, delete
 from shardstore.storage.stores.location import Location
 
 OUTSIDE = ["../precious", "optimizer/../../precious", "a//b", "/etc", "", ".", "..", "./a", "a/"]
+NO_FILE = ["a\ud800", "a\0"]
+"""Names that the operating system does not take."""
 
 
 def tensors(*keys: str) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def members(root: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", OUTSIDE + NO_FILE)
 def test_a_name_in_the_manifest(saved: Path, precious: Path, name: str) -> None:
     before = content(precious)
 
@@ -140,7 +142,7 @@ def test_a_separator_that_leads_elsewhere(saved: Path) -> None:
         shardstore.load_plain_tensors(str(saved))
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", OUTSIDE + NO_FILE)
 def test_a_name_in_the_metadata_of_dcp(tmp_path: Path, name: str) -> None:
     import torch.distributed.checkpoint as dcp
 

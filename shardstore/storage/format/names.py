@@ -89,26 +89,30 @@ def is_object_file(name: str) -> bool:
 
 
 def is_inside(name: object) -> bool:
-    """Return whether a relative path stays below its folder."""
+    """Return whether a relative path stays below its folder, and a file can have it."""
     if not isinstance(name, str) or "\0" in name:
+        return False
+    try:
+        name.encode(errors="surrogateescape")  # as os.fsencode
+    except UnicodeEncodeError:
         return False
     return {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 def require_inside(name: object, url: str) -> str:
-    """Return ``name`` if it stays inside the checkpoint. Every name from a document of a checkpoint
-    passes this check before it becomes part of a path.
+    """Return ``name`` if it stays inside the checkpoint and a file can have it. Every name from a
+    document of a checkpoint passes this check before it becomes part of a path.
 
     Args:
         name: path relative to the checkpoint's folder.
         url: URL of the document, for the error text.
 
     Raises:
-        DamagedCheckpointError: the name leads out of the checkpoint.
+        DamagedCheckpointError: the name leads out of the checkpoint, or no file can have it.
     """
     if not isinstance(name, str) or not is_inside(name):
-        wrong = f"names {name!r}, which is outside of the checkpoint: it is damaged, or was not"
-        raise damaged(url, f"{wrong} written by a checkpointing program")
+        wrong = f"names {name!r}, which is outside of the checkpoint or no file can have: it is"
+        raise damaged(url, f"{wrong} damaged, or was not written by a checkpointing program")
     return name
 
 
