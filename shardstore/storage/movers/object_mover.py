@@ -45,9 +45,10 @@ _Request = Iterator[tuple[int, int, int] | None]
 start needs, and the size of its object in bytes; then starts and yields ``None``; then waits for
 the end."""
 
-CONNECTION_BYTES = 96 * 1024, 512 * 1024
-"""Memory of a TensorStore connection in bytes: at least, and at most. A small object fills only a
-part of the buffer."""
+CONNECTION_BYTES = 512 * 1024
+"""Buffer size of a TensorStore connection; a small object fills only a part of the buffer."""
+LEAST_CONNECTION_BYTES = 96 * 1024
+"""Memory of a TensorStore connection with a small object."""
 
 
 def write_objects(
@@ -136,7 +137,7 @@ def _each(
         return
     io = object_io(location)
     sizes = {item.array.chunk_bytes for item in items}
-    budget = _Budget(budget_bytes, io.requests, max(sizes))
+    budget = _Budget(budget_bytes, io, max(sizes))
 
     @contextmanager
     def about(item: T) -> Iterator[None]:
@@ -192,15 +193,17 @@ class _Budget:
 
     Args:
         budget_bytes: memory limit; an object that exceeds it transfers alone.
-        large: limit on the number of objects of at least :data:`LARGE_BYTES`.
+        io: puts and gets the objects; :attr:`ObjectIO.requests` limits the number of objects of at
+            least :data:`LARGE_BYTES`.
         largest: size of the largest object in bytes; one such object at a time is in memory twice.
     """
 
-    def __init__(self, budget_bytes: int, large: int, largest: int) -> None:
+    def __init__(self, budget_bytes: int, io: ObjectIO, largest: int) -> None:
         # Reserve an eighth for connections and for memory that the allocator keeps.
         room = budget_bytes - budget_bytes // 8
         self._free = self._all = max(room - largest, room // 2)
-        self._large = large
+        self._large = io.requests
+        self._least = 0 if io.blocks else LEAST_CONNECTION_BYTES
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -237,6 +240,5 @@ class _Budget:
             self._changed.notify_all()
 
     def _of(self, held: int, size: int) -> tuple[int, int]:
-        least, most = CONNECTION_BYTES
-        memory = held + min(max(size, least), most)
+        memory = held + min(max(size, self._least), CONNECTION_BYTES)
         return min(memory, self._all), int(size >= LARGE_BYTES)
