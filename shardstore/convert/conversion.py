@@ -321,7 +321,7 @@ class _Journal:
         journal, or it belongs to another conversion.
         """
         documents: list[Any] = []
-        with suppress(ValueError):  # the last one was cut short
+        with suppress(ValueError, RecursionError):  # the last one was cut short
             for name in self.place.listing():
                 documents.append(json.loads(self.place.read(name)))
         self._count = len(documents)

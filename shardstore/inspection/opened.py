@@ -115,7 +115,7 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
 def _require_zarr(location: Location) -> None:
     try:
         backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         wrong = f"/{CONFIG_NAME} is damaged: it names no backend"
         raise location.error(wrong, NotACheckpointError) from None
     if backend != "zarr":
@@ -555,7 +555,7 @@ class StoredObjects(Mapping[str, Any]):
 def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
     try:
         found = json.loads(stored.document(name))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -240,7 +240,7 @@ class _Verification:
         """Report an error in the file ``name`` that is raised inside, as damage."""
         try:
             yield
-        except (CheckpointingException, OSError, ValueError, TypeError) as error:
+        except (CheckpointingException, OSError, ValueError, TypeError, RecursionError) as error:
             about = "" if key is None else f" (key {key!r})"
             is_ours = isinstance(error, CheckpointingException)
             text = str(error) if is_ours else f"PATH{about} is damaged: {error}"

@@ -206,7 +206,7 @@ class StoredCheckpoint:
         try:
             config = json.loads(self.document(CONFIG_NAME))
             layout = config["sharded_backend"], config["sharded_backend_version"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return
         if layout == LAYOUT:
             self.require_unchanged()

@@ -29,7 +29,7 @@ def _parsed(text: bytes) -> tuple[str | None, bool]:
     try:
         document = json.loads(text)
         kind, attributes = document.get("node_type"), dict(document.get("attributes") or {})
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, RecursionError, TypeError, ValueError):
         return None, False
     return kind if isinstance(kind, str) else None, "shardstore" in attributes
 
@@ -184,5 +184,5 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
         # With layout 2, the root document is the commit, and it is missing.
         version = config.get("sharded_backend_version", 1)
         return bool(config.get("sharded_backend") != "zarr" or version == 1)
-    except (AttributeError, ValueError):
+    except (AttributeError, RecursionError, ValueError):
         return False

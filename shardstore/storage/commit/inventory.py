@@ -75,7 +75,7 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
     }
     ours: set[str] = set()
     for name in filter(_NODES.fullmatch, names):  # what attempts announced
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(FileNotFoundError, RecursionError, TypeError, ValueError):
             ours |= {node for node in json.loads(location.read(name)) if isinstance(node, str)}
     # The manifest still lists the arrays after an interrupted deletion removed the root.
     described = _described(location)

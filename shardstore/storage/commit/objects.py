@@ -379,7 +379,7 @@ def _read_claim(target: Location, number: int) -> dict[str, object]:
     """Return the content of a claim; empty if the claim is gone or cannot be parsed."""
     try:
         about = json.loads(target.read_range(f"{ATTEMPTS}/{number:06d}.json") or b"")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}
 
