@@ -9,19 +9,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardstore
 from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import NotACheckpointError, StorageError
+from shardstore.mapping import ShardedTensor
 from shardstore.storage.stores import remote
 from shardstore.storage.stores.location import Location
+from shardstore.strategies import zarr as zarr_strategy
 from tests.helpers.s3_checkpoints import Run, state
 
 LIMIT_S = 30
@@ -36,9 +39,19 @@ def load(server: S3Server, url: str) -> None:
     shardstore.load({}, url, storage_options=server.storage_options)
 
 
-def refused(server: S3Server, url: str, *words: str) -> None:
-    """Saving and loading both fail, soon, with all these words."""
-    for work in (save, load):
+def load_array(server: S3Server, url: str) -> None:
+    tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+    zarr_strategy._load_from_array(tensor, Location.of(url, server.storage_options))
+
+
+def refused(
+    server: S3Server,
+    url: str,
+    *words: str,
+    works: Sequence[Callable[[S3Server, str], None]] = (save, load),
+) -> None:
+    """All of ``works`` fail, soon, with all these words."""
+    for work in works:
         began = time.monotonic()
         with pytest.raises((StorageError, NotACheckpointError)) as caught:
             work(server, url)
@@ -74,14 +87,21 @@ def test_an_endpoint_where_nobody_listens(s3_server: S3Server) -> None:
 def test_an_endpoint_that_never_answers(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both give up after the time for a first answer, which is 20 s, and that for the transfer."""
+    """A save, a load and a read of one array give up after the time for a first answer."""
+    assert 2 * 2**20 / remote.SLOWEST_BYTES_PER_S < remote.FIRST_DEADLINE_S == 20
     monkeypatch.setattr(remote, "FIRST_DEADLINE_S", 2.0)
     monkeypatch.setattr(remote, "SLOWEST_BYTES_PER_S", 2**20)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         silent = s3_server.at(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        refused(silent, "s3://bucket/run/x", "endpoint", "no answer within")
+        refused(silent, "s3://bucket/run/x", "endpoint", "no answer within 2 s")
+        refused(
+            replace(silent, key="AKOTHER0000000000000"),  # of another store, by its settings
+            "s3://bucket/run/x",
+            "no answer within 2 s",
+            works=[load_array],
+        )
 
 
 REGION_ERRORS = {
@@ -142,6 +162,7 @@ logging.basicConfig(level=logging.INFO)
 logging.getLogger("shardstore").setLevel(logging.DEBUG)
 import shardstore
 from shardstore.storage.stores.location import Location
+from shardstore.strategies import zarr as zarr_strategy
 from tests.helpers.s3_checkpoints import state
 about = json.loads(sys.stdin.readline())
 options, bucket = about["options"], about["bucket"]

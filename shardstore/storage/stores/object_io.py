@@ -20,8 +20,8 @@ MAX_OBJECT_BYTES = 5 * 1024**3
 """Size limit of one PUT (Amazon S3 user guide, "Uploading objects")."""
 LARGE_BYTES = 1024 * 1024
 """For objects of at least this size, the transfer takes longer than the wait for the answer."""
-UNKNOWN_BYTES = 16 * 1024 * 1024
-"""Expected size of an object of unknown size: that of a document of very many arrays."""
+UNKNOWN_BYTES = 2 * 1024 * 1024
+"""Expected size of an object of unknown size: that of a document of 4,000 arrays."""
 
 
 class ObjectIO:

@@ -379,8 +379,14 @@ class RemoteStore:
 
     def deadline_s(self, size: int = 0) -> float:
         """Return the deadline in seconds of a request that transfers ``size`` bytes."""
-        first = id(self.fs) not in _answered
-        return (FIRST_DEADLINE_S if first else DEADLINE_S) + size / SLOWEST_BYTES_PER_S
+        transfer = size / SLOWEST_BYTES_PER_S
+        if id(self.fs) in _answered:
+            return DEADLINE_S + transfer
+        return max(FIRST_DEADLINE_S, transfer)
+
+    def has_answered(self) -> None:
+        """Record that the store answers this process: later requests have the longer deadline."""
+        _answered.add(id(self.fs))
 
     def call(self, method: str, *args: Any, size: int = 0, **kwargs: Any) -> Any:
         """Call a method of the file system that transfers ``size`` bytes. Asynchronous file systems
@@ -400,9 +406,9 @@ class RemoteStore:
             raise too_late(self.url, seconds) from None
         except OSError as error:
             if code_of(error) is not None:
-                _answered.add(id(self.fs))
+                self.has_answered()
             raise
-        _answered.add(id(self.fs))
+        self.has_answered()
         return found
 
     @contextmanager

@@ -217,7 +217,9 @@ def wait(
     """
     seconds, now = remote.deadline_s(size), time.monotonic()
     try:
-        return future.result(timeout=max(0.0, (began or now) + seconds - now))
+        found = future.result(timeout=max(0.0, (began or now) + seconds - now))
+        remote.has_answered()
+        return found
     except TimeoutError:
         future.cancel()
         # A cancelled request counts against the limit of its context until the server answers.
