@@ -349,7 +349,9 @@ class RemoteStore:
     def _pipe(self, path: str, data: bytes, *, create: bool) -> None:
         mode = "create" if create else "overwrite"
         if isinstance(self.fs, AsyncFileSystem):
-            self.call("pipe_file", path, data, size=len(data), mode=mode)
+            # botocore sends ``bytes`` with "Expect: 100-continue", which takes a round trip.
+            whole = bytearray(data) if hasattr(self.fs, "_call_s3") else data
+            self.call("pipe_file", path, whole, size=len(data), mode=mode)
             return
         self._make_folder_of(path)
         if not create:
