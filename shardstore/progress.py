@@ -130,8 +130,9 @@ class Meter:
         self._tell(phase)
 
     def count(self, size: int, chunks: int = 1) -> None:
-        """Add bytes and chunks to those that are done."""
-        self._tell(bytes_done=size, chunks_done=chunks)
+        """Add bytes and chunks to those that are done; without a callback, do nothing."""
+        if self.is_watched:
+            self._tell(bytes_done=size, chunks_done=chunks)
 
     def _tell(self, phase: Phase | None = None, **more: int) -> None:
         with self._lock:

@@ -209,7 +209,7 @@ class DcpFiles:
                 files.parts[key] = parts
             return files
 
-    def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:
+    def read(self, reads: Sequence[RegionRead], done: ReadDone = lambda *_: None) -> None:
         """Read regions of tensors into their destinations.
 
         Args:
@@ -223,7 +223,7 @@ class DcpFiles:
         """
         for_each_region(reads, lambda read: self._read_one(read, done))
 
-    def _read_one(self, read: RegionRead, done: ReadDone | None) -> None:
+    def _read_one(self, read: RegionRead, done: ReadDone) -> None:
         key, box = read.array.key, read.box
         seen = 0
         for part in self._touching(key, box):
@@ -240,8 +240,7 @@ class DcpFiles:
                 key=key,
                 url=self.location.url,
             )
-        if done is not None:
-            done(read.out.nbytes, 1)
+        done(read.out.nbytes, 1)
 
     def _touching(self, key: str, box: Box) -> Iterator[StoredPart]:
         """Yield the parts of a tensor that can overlap a box. A conversion asks for many boxes, and

@@ -48,7 +48,7 @@ ROUND_BUFFERS = 4
 """Number of buffers of a rank in an exchange: to send, to receive, to read the next round, and to
 convert chunks that only it wants."""
 
-Read = Callable[[Sequence[RegionRead], ReadDone | None], None]
+Read = Callable[[Sequence[RegionRead], ReadDone], None]
 _ChunkId: TypeAlias = tuple[str, int]
 """Key of the array, and the chunk's position in the grid."""
 Parts: TypeAlias = dict[_ChunkId, list[ChunkPart]]
@@ -72,7 +72,6 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
         context = replace(context, group=None)
     stored = context.stored
     meter = context.meter or Meter("load", stored.location.url)
-    done = meter.count if meter.is_watched else None
     with context.together(), torch.no_grad():
         regions = [region for one in plan.values() for region in one.regions]
         watched = regions if meter.is_watched else ()
@@ -83,12 +82,12 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
                 one.target.zero_()
         parts = {} if context.group is None else by_chunk(regions)
     if context.group is not None:
-        exchange(context, parts, done)
+        exchange(context, parts, meter.count)
         return
     budget_bytes = context.budget_bytes
     if stored.location.is_local:
         budget_bytes = min(budget_bytes, BYTES_A_THREAD * default_threads())
-    read_through_host(read or stored.read, regions, budget_bytes, done)
+    read_through_host(read or stored.read, regions, budget_bytes, meter.count)
 
 
 # -- through host memory ---------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def read_through_host(
     read: Read,
     regions: Sequence[RegionRead],
     budget_bytes: int,
-    done: ReadDone | None = None,
+    done: ReadDone,
     chunks: Sequence[Piece] = (),
 ) -> None:
     """Read regions to their destinations, :class:`HostRead` through buffers.
@@ -163,7 +162,7 @@ def read_ahead(
             return np.empty(0, np.uint8)
         buffer = buffers[number % HOST_BUFFERS][: sizes[number]]
         views = zip(batches[number], _views(buffer, batches[number]), strict=True)
-        read([RegionRead(piece.array, piece.box, view) for piece, view in views], None)
+        read([RegionRead(piece.array, piece.box, view) for piece, view in views], lambda *_: None)
         return buffer
 
     with ThreadPoolExecutor(1, thread_name_prefix="shardstore-host") as reader:
@@ -174,15 +173,14 @@ def read_ahead(
             yield buffer
 
 
-def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone | None) -> None:
+def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone) -> None:
     """Copy the bytes of a batch to their destinations."""
     for piece, view in zip(batch, _views(buffer, batch), strict=True):
         for where, out in piece.targets:
             target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
             with torch.no_grad():
                 target.copy_(dtypes.as_tensor(view[where]))
-            if done is not None:
-                done(out.nbytes, piece.chunks)
+            done(out.nbytes, piece.chunks)
 
 
 def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[Any]]:
@@ -231,7 +229,7 @@ def by_chunk(regions: Iterable[RegionRead]) -> Parts:
     return parts
 
 
-def exchange(context: LoadContext, parts: Parts, done: ReadDone | None) -> None:
+def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
     """Read regions together with the other ranks of the context's group, and exchange them.
 
     Every rank of the group calls it and waits for the others. The smallest budget of the group is

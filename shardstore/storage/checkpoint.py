@@ -329,7 +329,7 @@ class StoredCheckpoint:
 
         return Manifest.from_bytes(data, f"{self.location.url}/{MANIFEST_NAME}")
 
-    def read(self, reads: Sequence[RegionRead], done: ReadDone | None = None) -> None:
+    def read(self, reads: Sequence[RegionRead], done: ReadDone = lambda *_: None) -> None:
         """Read regions into their destinations and verify every byte that has a checksum. For
         ``done``, see :meth:`Mover.read`.
 

@@ -23,7 +23,9 @@ def _check(shape: tuple[int, ...], chunk: tuple[int, ...], region: Box) -> int:
         stored = whole[(..., *box.slices)]
         assert order[part.number] == part.index
         assert part.key == ".".join(["c", *map(str, part.index)]) == meta.chunk_key(part.index)
-        assert part.is_whole == (part.within == Box((0,) * len(shape), chunk))
+        assert (part.out.nbytes == meta.chunk_bytes) == (
+            part.within == Box((0,) * len(shape), chunk)
+        )
         assert (part.out == -1).all()
         part.out[...] = stored[(..., *part.within.slices)]
     assert (out == whole[(..., *region.slices)]).all()

@@ -102,7 +102,6 @@ class ChunkPart:
         out: the destination of the part.
         key: key of the chunk below the array.
         number: position of the chunk in C order over the grid.
-        is_whole: whether the part is the whole chunk.
     """
 
     array: ArrayMeta
@@ -111,22 +110,21 @@ class ChunkPart:
     out: NDArray[Any]
     key: str
     number: int
-    is_whole: bool
 
 
 def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
     """Split a region along the chunk grid."""
     array, out = read.array, read.out
     cutting = array.grid, array.zarr_format, array.separator, read.box
-    for index, within, where, key, number, whole in _few_cuts(*cutting) or _cuts(*cutting):
+    for index, within, where, key, number in _few_cuts(*cutting) or _cuts(*cutting):
         target = out if where is None else out[where]
-        yield ChunkPart(array, index, within, target, key, number, whole)
+        yield ChunkPart(array, index, within, target, key, number)
 
 
-_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, str, int, bool]
+_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, str, int]
 """A chunk that a region overlaps: the chunk's index, the overlap relative to the chunk, the overlap
-relative to the region (``None``: the whole region), the chunk's key, its position in C order, and
-whether the overlap is the whole chunk."""
+relative to the region (``None``: the whole region), the chunk's key, and its position in C
+order."""
 
 
 @lru_cache(maxsize=512)  # many tensors and optimizer moments of a model share few shapes
@@ -151,5 +149,4 @@ def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator
             where,
             chunk_key(zarr_format, separator, index),
             grid.linear(index),
-            common.shape == grid.chunk_shape,
         )

@@ -79,7 +79,7 @@ def read_files(
     location: Location,
     parts: Sequence[ChunkPart],
     manifest: GetManifest,
-    done: ReadDone | None,
+    done: ReadDone,
     options: SaveOptions,
 ) -> None:
     """Read parts of chunks from a folder, see :meth:`Mover.read`."""
@@ -87,18 +87,11 @@ def read_files(
 
     def work(batch: Sequence[ChunkPart]) -> None:
         size = 0
-        paths = [f"{root}/{part.array.node}/{part.key}" for part in batch]
-        at_once = iter(
-            read_at_once(
-                [
-                    (path, part.array, part.array.expected_crc(part.number), part.out)
-                    for path, part in zip(paths, batch, strict=True)
-                    if part.is_whole
-                ]
-            )
-        )
-        for path, part in zip(paths, batch, strict=True):
-            array, read = part.array, next(at_once) if part.is_whole else 0
+        chunks = [
+            (f"{root}/{p.array.node}/{p.key}", p.array, p.array.expected_crc(p.number), p.out)
+            for p in batch
+        ]
+        for part, (path, array, *_), read in zip(batch, chunks, read_at_once(chunks), strict=True):
             if not read:
                 with store_errors("reading", path, key=array.key):
                     verifier = ChunkVerifier.of(part, manifest)
@@ -107,8 +100,7 @@ def read_files(
                     except BadChunkError as problem:
                         raise chunk_error(array, part.index, path, problem, manifest) from None
             size += read
-            if done is not None:
-                done(part.out.nbytes, 1)
+            done(part.out.nbytes, 1)
         counters.add(bytes_read=size, chunks_read=len(batch))
 
     run_batched(
@@ -194,12 +186,12 @@ def _create(path: str) -> int:
 
 
 WholeChunk = tuple[str, ArrayMeta, int | None, NDArray[Any] | None]
-"""A chunk to read as a whole: the path of its file, its array, the commit's crc32c of it, if known,
-and what receives its elements; ``None``: they are discarded."""
+"""A chunk to read: the path of its file, its array, the commit's crc32c of it, if known, and what
+receives its elements; ``None``: they are discarded."""
 
 
 def read_at_once(chunks: Sequence[WholeChunk]) -> list[int]:
-    """Read and verify whole chunks with the compiled reader.
+    """Read and verify whole chunks with the compiled reader. A part of a chunk gets 0.
 
     Returns:
         For each chunk the number of bytes read; 0 if :func:`read_file` must read it, which also
@@ -217,13 +209,14 @@ def read_at_once(chunks: Sequence[WholeChunk]) -> list[int]:
 
 def _request(array: ArrayMeta, out: NDArray[Any] | None) -> tuple[int, NDArray[np.uint8] | None]:
     """Return the number of bytes to read, and where they go; -1 bytes: not with that reader."""
-    if array.codecs == (CRC32C,):
+    size = array.chunk_bytes
+    if array.codecs == (CRC32C,) and (out is None or out.nbytes == size):
         if out is None:
-            return array.chunk_bytes, None
+            return size, None
         if out.strides[-1:] == (out.itemsize,):
-            return out.nbytes, out.view(np.uint8)
+            return size, out.view(np.uint8)
         if out.flags.c_contiguous:
-            return out.nbytes, as_bytes(out)
+            return size, as_bytes(out)
     return -1, None
 
 

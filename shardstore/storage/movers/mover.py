@@ -61,7 +61,7 @@ class Mover:
         self,
         reads: Sequence[RegionRead],
         manifest: GetManifest = lambda: None,
-        done: ReadDone | None = None,
+        done: ReadDone = lambda *_: None,
     ) -> None:
         """Read regions into their destinations and verify every byte that has a checksum. Call
         ``done`` as parts arrive, from any thread. Each reader is imported where it is needed.

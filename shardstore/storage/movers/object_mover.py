@@ -88,7 +88,7 @@ def read_objects(
     location: Location,
     parts: Sequence[ChunkPart],
     manifest: GetManifest,
-    done: ReadDone | None,
+    done: ReadDone,
     options: SaveOptions,
 ) -> None:
     """Read parts of chunks from objects, see :meth:`Mover.read`. Whole chunks are also compared
@@ -120,8 +120,7 @@ def read_objects(
         verifier.scatter(part, verifier.chunk or data)
         counters.add(bytes_read=len(data), chunks_read=1)
         del data, verifier
-        if done is not None:
-            done(part.out.nbytes, 1)
+        done(part.out.nbytes, 1)
 
     _each(location, parts, request, options.budget_bytes)
 

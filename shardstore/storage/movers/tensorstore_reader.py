@@ -89,7 +89,7 @@ def read_decoded(
     location: Location,
     reads: Sequence[RegionRead],
     manifest: GetManifest = lambda: None,
-    done: ReadDone | None = None,
+    done: ReadDone = lambda *_: None,
     *,
     fill_missing: bool = False,
 ) -> None:
@@ -123,8 +123,7 @@ def read_decoded(
                 raise failure
             touched = sum(1 for _ in read.array.grid.overlapping(read.box))
             counters.add(bytes_read=touched * read.array.chunk_bytes, chunks_read=touched)
-            if done is not None:
-                done(read.out.nbytes, touched)
+            done(read.out.nbytes, touched)
 
 
 def _explained(location: Location, read: RegionRead, text: str, manifest: GetManifest) -> Exception:
