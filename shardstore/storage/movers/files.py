@@ -138,14 +138,13 @@ def write_file(
 
 def start_writeback(fd: int) -> None:
     """Start writing an open file's pages to the disk and do not wait (man-pages
-    sync_file_range(2)). Do nothing outside of Linux.
+    sync_file_range(2)).
 
     The sync at the end then has little left to write. That sync makes the files durable and reports
     errors.
     """
-    if hasattr(_libc, "sync_file_range"):
-        start, size = ctypes.c_int64(0), ctypes.c_int64(0)
-        _libc.sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)
+    start, size = ctypes.c_int64(0), ctypes.c_int64(0)
+    _libc.sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)
 
 
 def sync_file_system(location: Location) -> None:
@@ -160,9 +159,7 @@ def sync_file_system(location: Location) -> None:
     with store_errors("syncing", location.url):
         fd = os.open(location.url, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if not hasattr(_libc, "syncfs"):
-                os.sync()
-            elif _libc.syncfs(fd) != 0:
+            if _libc.syncfs(fd) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), location.url)
         finally:
