@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,10 @@ from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedCh
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
-from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, open_regular, store_errors
+
+if TYPE_CHECKING:
+    from shardstore.storage.movers.mover import Mover
 
 IO_BYTES = 2 * 1024 * 1024
 """Size of a single read or write: large enough to make the cost of system calls negligible, small
@@ -43,9 +45,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def write_files(
-    location: Location, writes: Sequence[ChunkWrite], done: WriteDone, options: SaveOptions
-) -> None:
+def write_files(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
     """Write chunks to a folder, see :meth:`Mover.write`. If a sync follows (``durable``), the
     writeback to the disk starts at once."""
     lock = threading.Lock()
@@ -53,13 +53,13 @@ def write_files(
     def work(batch: Sequence[ChunkWrite]) -> None:
         size = 0
         for item in batch:
-            path = f"{location.url}/{item.name}"
+            path = f"{mover.location.url}/{item.name}"
             with store_errors("writing", path, key=item.array.key):
                 if not any(item.index):  # before its first chunk, which would fail without a folder
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(path.rpartition("/")[0])
                 chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
-                write_file(path, chunk, durable=options.durable)
+                write_file(path, chunk, durable=mover.options.durable)
             record = chunk.record
             size += record.stored_bytes
             with lock:
@@ -69,21 +69,17 @@ def write_files(
     run_batched(
         writes,
         work,
-        threads=options.threads or default_threads(),
+        threads=mover.options.threads or default_threads(),
         weight=lambda item: item.array.chunk_bytes,
         batch_weight=WRITE_BATCH_BYTES,
     )
 
 
 def read_files(
-    location: Location,
-    parts: Sequence[ChunkPart],
-    manifest: GetManifest,
-    done: ReadDone,
-    options: SaveOptions,
+    mover: Mover, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone
 ) -> None:
     """Read parts of chunks from a folder, see :meth:`Mover.read`."""
-    root = location.url
+    root = mover.location.url
 
     def work(batch: Sequence[ChunkPart]) -> None:
         size = 0
@@ -106,7 +102,7 @@ def read_files(
     run_batched(
         parts,
         work,
-        threads=options.threads or default_threads(),
+        threads=mover.options.threads or default_threads(),
         weight=lambda part: part.out.nbytes,
         batch_weight=READ_BATCH_BYTES,
     )

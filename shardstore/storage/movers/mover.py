@@ -23,6 +23,7 @@ from shardstore.storage.movers.chunks import (
 )
 from shardstore.storage.movers.codecs import BadChunkError, most_stored_bytes
 from shardstore.storage.movers.files import read_at_once, read_file, read_files, write_files
+from shardstore.storage.movers.object_mover import read_objects, write_objects
 from shardstore.storage.movers.verify import ChunkVerifier
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
@@ -50,12 +51,8 @@ class Mover:
             StorageError: the store refused. The mover starts no further write and waits for the
                 running ones.
         """
-        if self.location.is_local:
-            write_files(self.location, writes, done, self.options)
-            return
-        from shardstore.storage.movers.object_mover import write_objects
-
-        write_objects(self.location, writes, done, self.options, self.attempt)
+        write = write_files if self.location.is_local else write_objects
+        write(self, writes, done)
 
     def read(
         self,
@@ -64,22 +61,19 @@ class Mover:
         done: ReadDone = lambda *_: None,
     ) -> None:
         """Read regions into their destinations and verify every byte that has a checksum. Call
-        ``done`` as parts arrive, from any thread. Each reader is imported where it is needed.
+        ``done`` as parts arrive, from any thread.
 
         Raises:
             ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
                 key, chunk and, if the manifest has it, the rank that wrote the chunk.
         """
-        own = [read for read in reads if read.array.codecs is not None]
-        other = [read for read in reads if read.array.codecs is None]
-        parts = (part for read in own for part in chunk_parts(read))
-        if self.location.is_local:
-            read_files(self.location, [*parts], manifest, done, self.options)
-        elif own:
-            from shardstore.storage.movers.object_mover import read_objects
-
-            read_objects(self.location, [*parts], manifest, done, self.options)
+        own = [region for region in reads if region.array.codecs is not None]
+        other = [region for region in reads if region.array.codecs is None]
+        parts = [part for region in own for part in chunk_parts(region)]
+        read = read_files if self.location.is_local else read_objects
+        read(self, parts, manifest, done)
         if other:
+            # Imported here: few loads need TensorStore, whose import takes long.
             from shardstore.storage.movers.tensorstore_reader import read_decoded
 
             read_decoded(self.location, other, manifest, done)

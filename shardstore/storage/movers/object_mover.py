@@ -11,10 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shardstore.errors import StorageError
-from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk
@@ -28,8 +27,6 @@ from shardstore.storage.movers.codecs import (
 )
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
-from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
@@ -37,6 +34,9 @@ from shardstore.storage.stores.object_io import (
     run_requests,
 )
 from shardstore.storage.stores.objects import begin_create, object_io
+
+if TYPE_CHECKING:
+    from shardstore.storage.movers.mover import Mover
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
 
@@ -51,16 +51,10 @@ LEAST_CONNECTION_BYTES = 96 * 1024
 """Memory of a TensorStore connection with a small object."""
 
 
-def write_objects(
-    location: Location,
-    writes: Sequence[ChunkWrite],
-    done: WriteDone,
-    options: SaveOptions,
-    attempt: Attempt | None,
-) -> None:
+def write_objects(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
     """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
     transfers alone. Without an attempt, objects of the same names are replaced."""
-    lock = threading.Lock()
+    location, attempt, lock = mover.location, mover.attempt, threading.Lock()
 
     def request(io: ObjectIO, item: ChunkWrite) -> _Request:
         if (stored := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
@@ -81,15 +75,11 @@ def write_objects(
         with lock:
             done(item, chunk.record)
 
-    _each(location, writes, request, options.budget_bytes)
+    _each(mover, writes, request)
 
 
 def read_objects(
-    location: Location,
-    parts: Sequence[ChunkPart],
-    manifest: GetManifest,
-    done: ReadDone,
-    options: SaveOptions,
+    mover: Mover, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone
 ) -> None:
     """Read parts of chunks from objects, see :meth:`Mover.read`. Whole chunks are also compared
     with the commit, which detects chunks that a late writer of another save has overwritten."""
@@ -115,28 +105,23 @@ def read_objects(
             verifier.update(memoryview(data))
             verifier.finish()
         except BadChunkError as problem:
-            url = f"{location.url}/{key}"
+            url = f"{mover.location.url}/{key}"
             raise chunk_error(array, part.index, url, problem, manifest) from None
         verifier.scatter(part, verifier.chunk or data)
         counters.add(bytes_read=len(data), chunks_read=1)
         del data, verifier
         done(part.out.nbytes, 1)
 
-    _each(location, parts, request, options.budget_bytes)
+    _each(mover, parts, request)
 
 
-def _each(
-    location: Location,
-    items: Sequence[T],
-    request: Callable[[ObjectIO, T], _Request],
-    budget_bytes: int,
-) -> None:
+def _each(mover: Mover, items: Sequence[T], request: Callable[[ObjectIO, T], _Request]) -> None:
     """Run one request for each item. Add key and chunk to errors of the store."""
     if not items:
         return
-    io = object_io(location)
+    io = object_io(mover.location)
     sizes = {item.array.chunk_bytes for item in items}
-    budget = _Budget(budget_bytes, io, max(sizes))
+    budget = _Budget(mover.options.budget_bytes, io, max(sizes))
 
     @contextmanager
     def about(item: T) -> Iterator[None]:
