@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,7 +51,7 @@ class LoadContext:
     cast: bool | Literal["warn"] = False
     budget_bytes: int = DEFAULT_BUDGET_BYTES
     group: Group = None
-    meter: Meter | None = None
+    meter: Meter = field(default_factory=partial(Meter, "load", ""))
 
     def together(self) -> AbstractContextManager[None]:
         """Raise an error of the block on every rank that shares the reading."""
@@ -82,9 +82,7 @@ def context_of(place: str | Path | Location) -> LoadContext:
             if a strategy is called without a load.
     """
     location = Location.of(place)
-    current = _current.get()
-    if current is None:
-        return LoadContext(stored=StoredCheckpoint(location))
+    current = _current.get() or LoadContext(stored=StoredCheckpoint(location))
     if current.stored.location.url == location.url:
         return current
     return replace(current, stored=StoredCheckpoint(location))

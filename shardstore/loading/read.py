@@ -29,7 +29,6 @@ from shardstore.distributed.groups import broadcast_bytes, gathered, group_rank,
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import HostRead, ReadPlan, moved
-from shardstore.progress import Meter
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
@@ -71,7 +70,7 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
     if read is not None:
         context = replace(context, group=None)
     stored = context.stored
-    meter = context.meter or Meter("load", stored.location.url)
+    meter = context.meter
     with context.together(), torch.no_grad():
         regions = [region for one in plan.values() for region in one.regions]
         watched = regions if meter.is_watched else ()

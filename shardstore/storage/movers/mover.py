@@ -105,24 +105,21 @@ def check_chunk(
     if rows is not None and hashes:
         digest = rows.digest[number].tobytes()
     verifier = ChunkVerifier(array, number, 0, array.chunk_bytes, crc=crc, digest=digest)
-    data: bytes | memoryview | None
     try:
+        if location.is_local and array.codecs is not None:
+            path = f"{location.url}/{name}"
+            size = 0 if hashes else read_at_once([(path, array, crc, None)])[0]
+            return size or read_file(path, verifier), None
         if array.codecs is None:
             box = array.grid.box(index)
             out = np.empty(box.shape, dtypes.numpy_dtype(array.dtype))
             Mover(location).read([RegionRead(array, box, out)], lambda: manifest)
-            data = as_bytes(whole_chunk(out, array.grid.chunk_shape)).data
-        elif not location.is_local:
-            data = location.read_range(name, 0, most_stored_bytes(array, number) + 1)
-        elif not hashes and (
-            size := read_at_once([(f"{location.url}/{name}", array, crc, None)])[0]
-        ):
-            return size, None
+            verifier.update(as_bytes(whole_chunk(out, array.grid.chunk_shape)).data)
         else:
-            return read_file(f"{location.url}/{name}", verifier), None
-        if data is None:
-            raise FileNotFoundError(name)
-        verifier.update(memoryview(data))
+            data = location.read_range(name, 0, most_stored_bytes(array, number) + 1)
+            if data is None:
+                raise FileNotFoundError(name)
+            verifier.update(memoryview(data))
         verifier.finish()
         return verifier.count, None
     except BadChunkError as problem:

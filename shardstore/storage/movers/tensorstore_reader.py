@@ -102,11 +102,10 @@ def read_decoded(
         done: see :meth:`Mover.read`.
         fill_missing: see :func:`open_array`.
     """
-    stores: dict[ArrayMeta, Any] = {}
-    wanted = (read for read in reads if read.box.size)
+    wanted = [read for read in reads if read.box.size]
+    arrays = {read.array for read in wanted}
+    stores = {array: open_array(location, array, fill_missing=fill_missing) for array in arrays}
     for batch in in_rounds(wanted, lambda read: read.out.nbytes, IN_FLIGHT_BYTES):
-        for array in {read.array for read in batch} - stores.keys():
-            stores[array] = open_array(location, array, fill_missing=fill_missing)
         futures = deque(stores[read.array][read.box.slices].read() for read in batch)
         for read in batch:
             failure, future = None, futures.popleft()
