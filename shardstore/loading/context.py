@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
@@ -23,10 +23,8 @@ from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
+from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from shardstore.validation import verify_checkpoint_and_load_strategy
-
-if TYPE_CHECKING:
-    from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 
 CONTENT_METADATA_KEY = "content_metadata"
 START_BYTES = 1024 * 1024

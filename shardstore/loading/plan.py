@@ -324,8 +324,7 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
         given = data.detach()
         return TensorRead(given, given)
     # A subclass may refuse to be written in parts.
-    pinned = data.device.type == "cuda"
-    staged = torch.empty(data_shape(tensor), dtype=tensor.dtype, pin_memory=pinned)
+    staged = torch.empty(data_shape(tensor), dtype=tensor.dtype, pin_memory=data.is_cuda)
     return TensorRead(data, staged)
 
 

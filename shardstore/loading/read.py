@@ -50,6 +50,8 @@ convert chunks that only it wants."""
 Read = Callable[[Sequence[RegionRead], ReadDone], None]
 _ChunkId: TypeAlias = tuple[str, int]
 """Key of the array, and the chunk's position in the grid."""
+_Holders: TypeAlias = dict[_ChunkId, list[int]]
+"""The ranks of a group that want each chunk."""
 Parts: TypeAlias = dict[_ChunkId, list[ChunkPart]]
 """The parts of each chunk that a rank wants."""
 
@@ -291,7 +293,7 @@ def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
         reading_alone.result()
 
 
-def _agreed(context: LoadContext, wanted: list[_ChunkId]) -> tuple[int, dict[_ChunkId, list[int]]]:
+def _agreed(context: LoadContext, wanted: list[_ChunkId]) -> tuple[int, _Holders]:
     """Return the bytes of one rank in a round, and the ranks that want each chunk; the same on
     every rank. The ranks send their chunks only if not all of them want the same."""
     limit_bytes = max(1, min(ROUND_BYTES, context.budget_bytes // ROUND_BUFFERS))
@@ -301,7 +303,7 @@ def _agreed(context: LoadContext, wanted: list[_ChunkId]) -> tuple[int, dict[_Ch
     if len({digest for digest, _ in told}) == 1:
         everyone = list(range(len(told)))
         return limit_bytes, dict.fromkeys(wanted, everyone)
-    holders: dict[_ChunkId, list[int]] = {}
+    holders: _Holders = {}
     for rank, chunks in enumerate(gathered(wanted, context.group)):
         for chunk in chunks:
             holders.setdefault(chunk, []).append(rank)
@@ -317,10 +319,7 @@ def _piece(context: LoadContext, chunk: _ChunkId, parts: Sequence[ChunkPart]) ->
 
 
 def _rounds(
-    pieces: Mapping[_ChunkId, Piece],
-    holders: dict[_ChunkId, list[int]],
-    ranks: int,
-    limit_bytes: int,
+    pieces: Mapping[_ChunkId, Piece], holders: _Holders, ranks: int, limit_bytes: int
 ) -> list[list[list[Piece]]]:
     """Return the rounds in which the chunks are sent that several ranks want."""
     sizes = {chunk: piece.size_bytes for chunk, piece in pieces.items()}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -40,6 +40,7 @@ from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
+from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from shardstore.utils import extract_sharded_base, extract_sharded_objects
 from shardstore.validation import (
     CkptShardedMetadata,
@@ -49,13 +50,10 @@ from shardstore.validation import (
     validate_sharded_objects_handling,
 )
 
-if TYPE_CHECKING:
-    from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-
 logger = logging.getLogger(__name__)
 
 StoredMetadata: TypeAlias = Callable[
-    ["str | Path", "LoadShardedStrategy", "LoadCommonStrategy"], CkptShardedMetadata
+    [str | Path, LoadShardedStrategy, LoadCommonStrategy], CkptShardedMetadata
 ]
 
 DOCUMENTS = ("zarr.json", CONFIG_FNAME, COMMON_STATE_NAME)

@@ -493,10 +493,8 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
     adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
-    tellers: dict[bytes, int] = {}
-    for rank, opening in enumerate(openings):
-        if opening.copies:
-            tellers.setdefault(opening.copies, rank)
+    # The first rank with each set of copies.
+    tellers = {one.copies: rank for rank, one in reversed([*enumerate(openings)]) if one.copies}
     return Agreement(
         attempt.id,
         any(opening.needs_layouts for opening in openings),
