@@ -377,7 +377,7 @@ def assemble(
     plan: ReadPlan,
     sharded_state_dict: ShardedStateDict,
     url: str,
-    objects: Mapping[int, Any] | None = None,
+    objects: Mapping[int, Any] = {},
 ) -> StateDict:
     """Return the state dict with tensors instead of sharded tensors.
 
@@ -391,11 +391,10 @@ def assemble(
         CheckpointingException: the state dict has an entry of another type.
         ArgumentError: two keys with different stored values are loaded into the same memory.
     """
-    known = objects or {}
 
     def loaded(value: Any) -> Any:
-        if id(value) in known:
-            return known[id(value)]
+        if id(value) in objects:
+            return objects[id(value)]
         if not isinstance(value, ShardedTensor):
             raise CheckpointingException(
                 f"{type(value).__name__} among the sharded tensors to load from {url}; the "

@@ -283,17 +283,7 @@ class SaveSession:
             with suppress(Exception):  # other ranks wait for this one's plan
                 self.ranks.together(what=self.planning, error=self.failure)
         request = request or AsyncRequest(None, (), [])
-
-        def guarded(function: Callable[..., T]) -> Callable[..., T | None]:
-            def call(*args: Any, **kwargs: Any) -> T | None:
-                try:
-                    return function(*args, **kwargs)
-                except BaseException as problem:  # finish() raises it on all ranks
-                    self.failure = self.failure or problem
-                    return None
-
-            return call
-
+        guarded = self._guarded()  # as a decorator
         write = guarded(request.async_fn or (lambda *_, **__: None))
         ends = [guarded(function) for function in request.finalize_fns]
         if not (request.async_fn_args or request.async_fn_kwargs):
@@ -303,6 +293,15 @@ class SaveSession:
         request = request._replace(async_fn=write, finalize_fns=ends, preload_fn=preload)
         request.add_finalize_fn(self.finish)
         return request
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Keep an error of the block, or of a decorated function. :meth:`finish` raises it on all
+        ranks."""
+        try:
+            yield
+        except BaseException as problem:
+            self.failure = self.failure or problem
 
     def planned(self, tensors: Sequence[ShardedTensor], plan: Callable[[Layouts], T]) -> T:
         """Plan with the layouts of irregular and flattened tensors of all ranks. If there are any,
