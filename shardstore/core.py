@@ -11,11 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from shardstore.errors import CheckpointingException as CheckpointingException
-from shardstore.errors import (
-    FormatVersionError,
-    NotACheckpointError,
-    as_damage,
-)
+from shardstore.errors import FormatVersionError, NotACheckpointError, as_damage
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 

@@ -68,9 +68,7 @@ class CheckpointingException(Exception):  # noqa: N818 (Megatron-Core's name)
 
 
 @cache
-def kind_of_dcp(
-    kind: type[CheckpointingException],
-) -> type[CheckpointingException]:
+def kind_of_dcp(kind: type[CheckpointingException]) -> type[CheckpointingException]:
     """Return a class of errors that is ``kind`` and also PyTorch DCP's ``CheckpointException``.
 
     Megatron-Core's loads from ``torch_dist`` raise that one. A pickled error is of ``kind`` alone.

@@ -11,11 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardstore.dict_utils import (
-    dict_list_map_inplace,
-    extract_matching_values,
-    nested_values,
-)
+from shardstore.dict_utils import dict_list_map_inplace, extract_matching_values, nested_values
 from shardstore.errors import StructureError
 from shardstore.mapping import (
     LocalNonpersistentObject,
@@ -74,9 +70,7 @@ def _extract(state_dict: ShardedStateDict, *kinds: type) -> _Split:
     return extract_matching_values(state_dict, lambda value: isinstance(value, kinds))
 
 
-def extract_sharded_tensors(
-    sharded_state_dict: ShardedStateDict,
-) -> _Split:
+def extract_sharded_tensors(sharded_state_dict: ShardedStateDict) -> _Split:
     """Split off the tensors.
 
     Returns:
@@ -85,9 +79,7 @@ def extract_sharded_tensors(
     return _extract(sharded_state_dict, ShardedTensor)
 
 
-def extract_sharded_tensors_and_factories(
-    sharded_state_dict: ShardedStateDict,
-) -> _Split:
+def extract_sharded_tensors_and_factories(sharded_state_dict: ShardedStateDict) -> _Split:
     """Split off the tensors and the factories of tensors.
 
     Returns:
@@ -97,9 +89,7 @@ def extract_sharded_tensors_and_factories(
     return _extract(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
 
 
-def extract_sharded_tensors_or_nonpersistent(
-    sharded_state_dict: ShardedStateDict,
-) -> _Split:
+def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: ShardedStateDict) -> _Split:
     """Split off the tensors, the factories of tensors, and non-persistent objects.
 
     Returns:
@@ -111,9 +101,7 @@ def extract_sharded_tensors_or_nonpersistent(
     )
 
 
-def extract_sharded_base(
-    sharded_state_dict: ShardedStateDict,
-) -> _Split:
+def extract_sharded_base(sharded_state_dict: ShardedStateDict) -> _Split:
     """Split off everything sharded: tensors, objects and factories.
 
     Returns:
@@ -131,9 +119,7 @@ def extract_sharded_objects(sharded_state_dict: ShardedStateDict) -> _Split:
     return _extract(sharded_state_dict, ShardedObject)
 
 
-def extract_nonpersistent(
-    sharded_state_dict: ShardedStateDict,
-) -> _Split:
+def extract_nonpersistent(sharded_state_dict: ShardedStateDict) -> _Split:
     """Split off the non-persistent objects.
 
     Returns:

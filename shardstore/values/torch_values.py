@@ -32,12 +32,7 @@ import numpy as np
 import torch
 from torch import _weights_only_unpickler
 
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    UnsafeObjectError,
-    as_damage,
-)
+from shardstore.errors import ArgumentError, CheckpointingException, UnsafeObjectError, as_damage
 from shardstore.storage.format.dtypes import require_memory
 from shardstore.values.torch_archive import Records, Stream, verify_archive
 
@@ -364,11 +359,7 @@ def dump_bytes(value: object) -> bytes:
 
 
 def load_bytes(
-    data: bytes | Stream,
-    url: str,
-    key: str | None = None,
-    *,
-    meta: bool = False,
+    data: bytes | Stream, url: str, key: str | None = None, *, meta: bool = False
 ) -> Any:
     """Load a file of ``torch.save`` without running code from it.
 
