@@ -25,7 +25,7 @@ from shardstore.coverage import check_reports, join_reports, keys_of, report_sha
 from shardstore.dict_utils import merge, nested_values, ordered_like
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
+from shardstore.dtensor.adoption import adopt, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError, kind_of_dcp
 from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
@@ -120,21 +120,19 @@ class _Request:
     """The request of one rank.
 
     Attributes:
-        adopted: the caller's state dict, with DTensors as sharded tensors.
-        wanted: its sharded tensors and objects.
+        wanted: the sharded tensors and objects, with those made of DTensors.
         nonpersistent, factories: parts that :func:`load_preprocess` splits off.
     """
 
-    adopted: Adopted
     wanted: ShardedStateDict
     nonpersistent: StateDict
     factories: StateDict
 
     @classmethod
-    def of(cls, adopted: Adopted) -> _Request:
-        """Split an adopted state dict."""
-        wanted, nonpersistent, factories = load_preprocess(adopted.state)
-        return cls(adopted, extract_sharded_base(wanted)[0], nonpersistent, factories)
+    def of(cls, state_dict: ShardedStateDict) -> _Request:
+        """Split a state dict in which DTensors are sharded tensors."""
+        wanted, nonpersistent, factories = load_preprocess(state_dict)
+        return cls(extract_sharded_base(wanted)[0], nonpersistent, factories)
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -192,7 +190,7 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
             if request is None or asked is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 adopted, owners = step(
-                    watched(lambda: _adopt(call, context)),
+                    watched(lambda: request or _adopt(call, context)),
                     lambda adopted: claims(adopted.wanted),
                     decide_claims,
                 )
@@ -287,16 +285,14 @@ def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None
     offered = offer(call.replica_group, call.share_replicas, location)
     if needs_adoption(call.sharded_state_dict):
         return offered, None
-    return offered, _Request.of(Adopted(call.sharded_state_dict))
+    return offered, _Request.of(call.sharded_state_dict)
 
 
 def _adopt(call: LoadCall, context: LoadContext) -> _Request:
     """Find the stored arrays of plain tensors and DTensors."""
     strategy, _ = find_strategies(context, call.sharded_strategy)
     place = context.stored.location.place
-    return _Request.of(
-        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place))
-    )
+    return _Request.of(adopt(call.sharded_state_dict, strategy.load_tensors_metadata(place)))
 
 
 def _report(call: LoadCall, request: _Request | None) -> bytes:
@@ -379,6 +375,6 @@ def _match(
                 objects, tensors = extract_sharded_objects(tensors)
                 state = merge(state, for_common.load_sharded_objects(objects, place))
         state = merge(state, for_tensors.load(tensors, place))
-        return request.adopted.restore(apply_factory_merges(state, request.factories))
+        return apply_factory_merges(state, request.factories)
 
     return read, missing, unexpected
