@@ -97,9 +97,7 @@ def _orderable(shard_id: Any) -> Any:
 
 
 def determine_main_replica_uniform_distribution(
-    sharded_state_dict: ShardedStateDict,
-    parallelization_group: Group,
-    ignore_groups: bool = False,
+    sharded_state_dict: ShardedStateDict, parallelization_group: Group, ignore_groups: bool = False
 ) -> ShardDistribution | None:
     """Distribute the shards of a group over its ranks by size.
 

@@ -48,8 +48,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
 
 
 def get_param_id_to_sharded_param_map(
-    model_sharded_state_dict: ShardedStateDict,
-    optim_params_iter: Iterable[torch.nn.Parameter],
+    model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.nn.Parameter]
 ) -> dict[int, ShardedTensor | ShardedTensorFactory]:
     """Find the model's shard for each parameter of the optimizer.
 

@@ -324,9 +324,7 @@ _FORMS: dict[type | str, _Form] = {
         lambda parts: collections.deque(_list(parts[0]), parts[1]),
     ),
     np.ndarray: _Form(
-        "ndarray",
-        lambda a: [_numpy_code(a.dtype), list(a.shape), _base64(a.tobytes())],
-        _array,
+        "ndarray", lambda a: [_numpy_code(a.dtype), list(a.shape), _base64(a.tobytes())], _array
     ),
     np.generic: _Form("numpy", _scalar_parts, _scalar),
     np.dtype: _Form("numpy.dtype", _numpy_code, _numpy_dtype),
