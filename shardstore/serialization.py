@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
+from typing import Any, Literal, TypeVar, Unpack, cast
 
 import torch
 
@@ -39,21 +39,20 @@ from shardstore.strategies.base import (
 from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
 from shardstore.validation import StrictHandling, strategy_of, validate_sharded_objects_handling
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _common_strategy_may_lack(function: Callable[P, T]) -> Callable[P, T]:
+def _common_strategy_may_lack(function: F) -> F:
     """Make a function also accept the positional arguments of Megatron-Core 0.19, which has no
     ``common_strategy``: a bool in its place is ``validate_access_integrity``."""
 
     @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> T:
+    def called(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 3 and isinstance(args[3], bool):
             args = (*args[:3], None, *args[3:])
-        return function(*cast(Any, args), **kwargs)
+        return function(*args, **kwargs)
 
-    return cast(Callable[P, T], called)
+    return cast(F, called)
 
 
 @_common_strategy_may_lack

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from zarr.core.dtype.common import DTypeJSON
     from zarr.core.dtype.wrapper import TBaseDType
 
-_SPECIAL = ("NaN", "Infinity", "-Infinity")
-
 
 @dataclass(frozen=True, kw_only=True)
 class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
@@ -193,7 +191,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     def _from_text(self, text: str, zarr_format: ZarrFormat = 3) -> float | np.generic:
         digits = 2 * self.item_size
-        if text == "NaN" or (text in _SPECIAL and self._has_infinity):
+        if text == "NaN" or (text in ("Infinity", "-Infinity") and self._has_infinity):
             return float(text)
         # TensorStore reads "0x7f" in Zarr v2 as the number 127.
         if zarr_format == 3 and re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):

@@ -22,6 +22,7 @@ import types
 import uuid
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -256,15 +257,6 @@ class _Form(NamedTuple):
     made: Callable[[Any], Any]
 
 
-def _of_torch(name: str) -> Callable[[Any], Any]:
-    def made(argument: Any) -> Any:
-        import torch
-
-        return getattr(torch, name)(argument)
-
-    return made
-
-
 def _of_time(kind: Any) -> _Form:
     made = lambda parts: kind.fromisoformat(parts[0]).replace(fold=parts[1])  # noqa: E731
     return _Form(kind.__name__, _time_parts, made)
@@ -328,8 +320,8 @@ _FORMS: dict[type | str, _Form] = {
     ),
     np.generic: _Form("numpy", _scalar_parts, _scalar),
     np.dtype: _Form("numpy.dtype", _numpy_code, _numpy_dtype),
-    "torch.Size": _Form("Size", list, _of_torch("Size")),
-    "torch.device": _Form("device", str, _of_torch("device")),
+    "torch.Size": _Form("Size", list, lambda sizes: import_module("torch").Size(sizes)),
+    "torch.device": _Form("device", str, lambda text: import_module("torch").device(text)),
     "torch.dtype": _Form("dtype", _torch_name, _torch_dtype),
     "torch.Tensor": _Form("Tensor", _tensor_parts, _tensor),
     "torch.nn.parameter.Parameter": _Form("Parameter", _tensor_parts, _parameter),
