@@ -203,10 +203,9 @@ def comparable(
     common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
 ) -> StateDict:
     """Return the common values to compare: a copy, passed through ``preprocess`` if given."""
-    copied = cast(StateDict, dict_list_map_outplace(lambda value: value, common))
     if preprocess is not None:
-        copied = preprocess(copied)
-    return cast(StateDict, dict_list_map_outplace(_on_host, copied))
+        common = preprocess(dict_list_map_outplace(lambda value: value, common))
+    return cast(StateDict, dict_list_map_outplace(_on_host, common))
 
 
 def _on_host(value: Any) -> Any:
