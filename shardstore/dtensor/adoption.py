@@ -129,10 +129,9 @@ def adopt(state_dict: StateDict, stored: Container[str] | None = None) -> Sharde
             return walked
         if isinstance(value, list):
             items = [walk(item, (*path, i)) for i, item in enumerate(value)]
-            sharded = [isinstance(item, ShardedBase) for _, item in leaves(items)]
-            if all(isinstance(item, ShardedBase) for item in items) or not any(sharded):
-                return items
-            return dict(enumerate(items))
+            has_shards = any(isinstance(item, ShardedBase) for _, item in leaves(items))
+            is_mixed = has_shards and not all(isinstance(item, ShardedBase) for item in items)
+            return dict(enumerate(items)) if is_mixed else items
         if isinstance(value, tuple) and _dtensors(value):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "

@@ -18,6 +18,7 @@ import io
 import json
 import math
 import pathlib
+import re
 import types
 import uuid
 from base64 import b64decode, b64encode
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _TAG = "$type"
 _MAX_DEPTH = 200
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _PLAIN = "biufcmMSU"
 """Kinds of NumPy's data types whose values are defined by their bytes."""
@@ -101,13 +103,7 @@ def decode(document: Any) -> Any:
 
 def _is_text(value: Any) -> bool:
     """Return whether a value is a string without lone surrogates, which JSON files cannot hold."""
-    if type(value) is not str:
-        return False
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return type(value) is str and _SURROGATE.search(value) is None
 
 
 def _list(parts: Any) -> list[Any]:
