@@ -253,7 +253,8 @@ def ordered_like(asked: Any, found: Any) -> Any:
     if isinstance(asked, list) and isinstance(found, dict):
         has_tensors = any(isinstance(value, torch.Tensor) for _, value in leaves(asked))
         if has_tensors and all(isinstance(position, int) for position in found):
-            return [ordered_like(one, found[i]) for i, one in enumerate(asked) if i in found]
+            known = dict(enumerate(asked))
+            return [ordered_like(known.get(i), found[i]) for i in sorted(found)]
     if not isinstance(asked, dict) or not isinstance(found, dict):
         return found
     ordered = empty_like(asked if type(found) is dict else found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,13 @@ import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.coverage import check_reports, join_reports, keys_of, report_shards
-from shardstore.dict_utils import merge, nested_values, ordered_like
+from shardstore.dict_utils import (
+    extract_matching_values,
+    leaves,
+    merge,
+    nested_values,
+    ordered_like,
+)
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt, needs_adoption
@@ -31,7 +37,13 @@ from shardstore.errors import ArgumentError, CheckpointingException, RanksError,
 from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer
-from shardstore.mapping import ShardedStateDict, StateDict, apply_factory_merges
+from shardstore.mapping import (
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factory_merges,
+)
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import check_state, load_preprocess
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
@@ -120,10 +132,12 @@ class _Request:
     """The request of one rank.
 
     Attributes:
-        wanted: the sharded tensors and objects, with those made of DTensors.
+        state_dict: the caller's state dict, with DTensors as sharded tensors.
+        wanted: its sharded tensors and objects.
         nonpersistent, factories: parts that :func:`load_preprocess` splits off.
     """
 
+    state_dict: ShardedStateDict
     wanted: ShardedStateDict
     nonpersistent: StateDict
     factories: StateDict
@@ -132,7 +146,19 @@ class _Request:
     def of(cls, state_dict: ShardedStateDict) -> _Request:
         """Split a state dict in which DTensors are sharded tensors."""
         wanted, nonpersistent, factories = load_preprocess(state_dict)
-        return cls(extract_sharded_base(wanted)[0], nonpersistent, factories)
+        return cls(state_dict, extract_sharded_base(wanted)[0], nonpersistent, factories)
+
+    def restricted(self, keys: Container[str]) -> _Request:
+        """Return the request without tensors and objects, and without factories of such, whose keys
+        are not among ``keys``."""
+
+        def is_left_out(value: Any) -> bool:
+            parts = value.build() if isinstance(value, ShardedTensorFactory) else value
+            return isinstance(value, ShardedBase) and not any(
+                part.key in keys for _, part in leaves([parts])
+            )
+
+        return self.of(extract_matching_values(self.state_dict, is_left_out)[1])
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -360,6 +386,8 @@ def _match(
         found = call.stored_metadata(place, for_tensors, for_common).values()
         stored = {item.key for item in found} - {COMMON_OBJECT}
     wanted, missing, unexpected = compare_keys(request.wanted, call.mode, asked, stored)
+    if wanted is not request.wanted:
+        request = request.restricted({item.key for item in nested_values(wanted)})
     if call.device is not None:
         wanted = with_destinations(wanted, call.device)
 

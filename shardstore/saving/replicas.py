@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import xxhash
@@ -130,8 +132,8 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
     for members, of_group in groups.items():
         if len(of_group) != len(members) or len({one.digest for one in of_group}) != 1:
             continue
-        written = sum(one.main for one in of_group)
-        # The sum has fewer bits if a shard has two main replicas, an error found at the commit.
+        written = reduce(or_, (one.main for one in of_group))
+        # Two main replicas are an error, found at the commit.
         if written.bit_count() == sum(one.main.bit_count() for one in of_group):
             found[members] = written
     return found

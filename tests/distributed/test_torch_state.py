@@ -38,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.dict_utils import leaves
 from shardstore.errors import (
     AccessPatternError,
     ChunkCorruptError,
@@ -235,6 +236,19 @@ def placements_load_otherwise(rank: int, world_size: int, folder: Path) -> None:
         wanted.pop("strided")  # uneven strided shards are beyond DCP itself
         dcp.load(wanted, storage_reader=StorageReader(place / "dcp"))
         assert dtensor_states.differences(wanted) == []
+
+
+def dtensors_that_are_not_stored_are_left_out(rank: int, world_size: int, folder: Path) -> None:
+    new = dtensor_states.state(world_size, zero=True)
+    stored = next(iter(dtensor_states.placements(4)))
+    here = {stored: dtensor_states.state(world_size, zero=True)["replica"]}
+    state = {"m": here, "new": {"deep": new, "list": [*new.values()]}}
+    place = folder.parent / "placements_save" / "ours"
+    loaded, _, unexpected = shardstore.load(state, place, strict="return_all")
+    assert {key.split(".")[0] for key in unexpected} == {"new"}
+    # A rank without elements of a tensor has nothing to look for.
+    assert all(tensor.to_local().numel() == 0 for _, tensor in leaves(loaded.get("new", {})))
+    assert dtensor_states.differences(loaded["m"]) == []
 
 
 def partial_is_refused(rank: int, world_size: int, folder: Path) -> None:
@@ -453,7 +467,11 @@ SAVING: tuple[Callable[[int, int, Path], None], ...] = (
     asynchronous_saves,
     tiny_cells_are_put_together,
 )
-LOADING = (fsdp_resumes_otherwise, placements_load_otherwise)
+LOADING = (
+    fsdp_resumes_otherwise,
+    placements_load_otherwise,
+    dtensors_that_are_not_stored_are_left_out,
+)
 
 
 @pytest.fixture(scope="module")

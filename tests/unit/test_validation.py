@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardstore
 from shardstore import coverage, validation
 from shardstore.core import CheckpointingConfig, save_config
 from shardstore.errors import (
@@ -24,7 +25,7 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
-from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -325,6 +326,43 @@ def test_modes_that_go_on(
     assert set(state) == {"a", "plain"}
     assert ("Unexpected keys" in caplog.text) == mode.startswith("log")
     assert ("Missing keys" in caplog.text) == (mode == "log_all")
+
+
+@pytest.mark.parametrize("mode", ["log_all", "return_all", "ignore_all"])
+def test_factories_that_are_not_stored_are_left_out(mode: str, tmp_path: Path) -> None:
+    """Each of the others merges its own parts, in a list too."""
+
+    def factory(key: str, value: float) -> ShardedTensorFactory:
+        def build(key: str, data: torch.Tensor, *_: Any) -> dict[str, ShardedTensor]:
+            halves = zip("ab", data.chunk(2), strict=True)
+            return {n: ShardedTensor.from_rank_offsets(f"{key}.{n}", half) for n, half in halves}
+
+        def merge(parts: dict[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+            return key, torch.cat([parts["a"], parts["b"]])
+
+        return ShardedTensorFactory(key, torch.full((4,), value), build, merge)
+
+    shardstore.save({name: factory(name, i) for i, name in enumerate("fg")}, tmp_path / "c")
+    state = {
+        "f": factory("f", 9),
+        "new": factory("n1", 9),
+        "nested": {"new": factory("n2", 9)},
+        "list": [factory("n3", 9), factory("g", 9)],
+    }
+    found = shardstore.load(state, tmp_path / "c", strict=mode)
+    if mode == "return_all":
+        found, missing, unexpected = found
+        assert (missing, unexpected) == (
+            set(),
+            {f"n{i}.{part}" for i in (1, 2, 3) for part in "ab"},
+        )
+    assert isinstance(found, dict)
+    assert set(found) == {"f", "list"}
+    merged = [found["f"], *found["list"]]
+    assert [(key, tensor.tolist()) for key, tensor in merged] == [
+        ("f", [0.0] * 4),
+        ("g", [1.0] * 4),
+    ]
 
 
 def test_modes_that_raise_name_what_applies() -> None:
