@@ -29,7 +29,7 @@ from shardstore.saving.run import prepare, run_save
 from shardstore.saving.session import Part, SaveSession
 from shardstore.serialization import save_strategies
 from shardstore.storage.options import SaveKeywords, options_of
-from shardstore.strategies.async_utils import AsyncRequest, in_background, run, staged_args
+from shardstore.strategies.async_utils import AsyncRequest, in_background, staged
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
@@ -151,15 +151,15 @@ class AsyncSave:
         self._is_seen = False
         self._aborts = at_exit == "abort"
         # A daemon thread, so that the exit functions run and decide whether to wait for it.
-        work = partial(self._run, session, request, staged_args(request))
+        work = partial(self._run, session, request, staged(request))
         self._end = in_background(work, daemon=True)
         self._end.add_done_callback(self._free)
 
     def _run(
-        self, session: SaveSession, request: AsyncRequest, args: tuple[Any, ...]
+        self, session: SaveSession, request: AsyncRequest, write: Callable[[], object]
     ) -> dict[str, Any]:
         try:
-            run(request, args)
+            write()
             for finalize in request.finalize_fns:
                 finalize()
             return session.record

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -83,11 +83,11 @@ class AsyncRequest(NamedTuple):
         """
         error: BaseException | None = None
         try:
-            run(self, staged_args(self))
+            staged(self)()
         except Exception as caught:
             error = caught
         _agree("running", True, error, self.call_idx)
-        _finalize(self)
+        self.execute_finalize_fns()
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
         """Run the finalisation functions, and return :attr:`call_idx`; every rank calls it.
@@ -95,7 +95,13 @@ class AsyncRequest(NamedTuple):
         Args:
             validate_matching_call_idx: check that all ranks succeeded and finalise the same call.
         """
-        _finalize(self, no_dist=not validate_matching_call_idx)
+        error: BaseException | None = None
+        try:
+            for finalize_fn in self.finalize_fns:
+                finalize_fn()
+        except Exception as caught:
+            error = caught
+        _agree("finalising", True, error, self.call_idx, not validate_matching_call_idx)
         return self.call_idx
 
     def freeze(self) -> AsyncRequest:
@@ -187,7 +193,7 @@ class AsyncCallsQueue:
 
     def __init__(self, persistent: bool = False) -> None:
         self.persistent = persistent
-        self.async_calls: deque[tuple[AsyncRequest, Future[None]]] = deque()
+        self.async_calls: deque[tuple[AsyncRequest, Future[object]]] = deque()
         self.call_idx = -1
 
     @staticmethod
@@ -208,10 +214,9 @@ class AsyncCallsQueue:
         """
         request = async_request._replace(is_frozen=True, call_idx=self.call_idx + 1)
         after = self.async_calls[-1][1] if self.persistent and self.async_calls else None
-        future: Future[None] = Future()
+        future: Future[object] = Future()
         try:
-            args = staged_args(request)
-            future = in_background(lambda: run(request, args), after=after)
+            future = in_background(staged(request), after=after)
         except Exception as error:
             # Raised here, only this rank would see it, and the others' next poll would hang.
             future.set_exception(error)
@@ -248,8 +253,7 @@ class AsyncCallsQueue:
             if not _agree("running", done, error, request.call_idx, no_dist):
                 self.async_calls.appendleft((request, future))
                 break
-            _finalize(request, no_dist)
-            finalized.append(request.call_idx)
+            finalized.append(request.execute_finalize_fns(not no_dist))
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -331,34 +335,19 @@ class PersistentAsyncCaller(AsyncCaller):
     """Runs requests in sequence, until :meth:`close`."""
 
 
-def staged_args(request: AsyncRequest) -> tuple[Any, ...]:
-    """Call ``preload_fn``, and return the positional arguments of the background function."""
+def staged(request: AsyncRequest) -> Callable[[], object]:
+    """Call ``preload_fn``, and return the background function with its arguments."""
+    if request.async_fn is None:
+        return lambda: None
     args = tuple(request.async_fn_args)
-    if request.async_fn is None or request.preload_fn is None:
-        return args
-    if len(args) < 2:
-        raise CheckpointingException(
-            f"An AsyncRequest with a preload_fn needs at least two positional arguments, because "
-            f"the result of preload_fn replaces the second; got {len(args)}"
-        )
-    return (args[0], request.preload_fn(), *args[2:])
-
-
-def run(request: AsyncRequest, args: Sequence[Any]) -> None:
-    """Call the background function of a request, if it has one."""
-    if request.async_fn is not None:
-        request.async_fn(*args, **request.async_fn_kwargs)
-
-
-def _finalize(request: AsyncRequest, no_dist: bool = False) -> None:
-    """Run the finalisation functions, and raise an error if they failed on any rank."""
-    error: BaseException | None = None
-    try:
-        for finalize_fn in request.finalize_fns:
-            finalize_fn()
-    except Exception as caught:
-        error = caught
-    _agree("finalising", True, error, request.call_idx, no_dist)
+    if request.preload_fn is not None:
+        if len(args) < 2:
+            raise CheckpointingException(
+                f"An AsyncRequest with a preload_fn needs at least two positional arguments, "
+                f"because the result of preload_fn replaces the second; got {len(args)}"
+            )
+        args = (args[0], request.preload_fn(), *args[2:])
+    return partial(request.async_fn, *args, **request.async_fn_kwargs)
 
 
 def in_background(
