@@ -38,7 +38,6 @@ from shardstore.distributed.groups import (
     global_rank,
     group_rank,
     group_size,
-    has_ranks,
     listed,
 )
 from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt, connect_s
@@ -177,7 +176,7 @@ class Ranks:
                 its messages do not mix with those of the caller's thread.
         """
         deadline_s = deadline_from_environment()
-        if not has_ranks() or dist.get_world_size() == 1:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(deadline_s=deadline_s)
         return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel=_channel(purpose))
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError
 
@@ -69,7 +70,7 @@ def largest(numbers: list[int], group: Group = None) -> list[int]:
     if group_size(group) == 1:
         return numbers
     said = torch.tensor(numbers, dtype=torch.int64, device=exchange_device(group))
-    torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX, group=group)
+    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
     return said.tolist()
 
 
@@ -78,7 +79,7 @@ def gathered(value: T, group: Group = None) -> list[T]:
     all."""
     by_rank = [value] * group_size(group)
     if len(by_rank) > 1:
-        torch.distributed.all_gather_object(by_rank, value, group=group)
+        dist.all_gather_object(by_rank, value, group=group)
     return by_rank
 
 
@@ -92,7 +93,7 @@ def broadcast_bytes(data: torch.Tensor, source: int, group: Group) -> None:
         group: the participating ranks; None for all.
     """
     wire = data.to(exchange_device(group))
-    torch.distributed.broadcast(wire, src=global_rank(group, source), group=group)
+    dist.broadcast(wire, src=global_rank(group, source), group=group)
     if wire is not data and source != group_rank(group):
         data.copy_(wire)
 
@@ -109,51 +110,45 @@ def require_group(name: str, group: object) -> None:
     """
     if group is None:
         return
-    if torch.distributed.is_available():
-        outside: object = torch.distributed.GroupMember.NON_GROUP_MEMBER  # a number
-        is_outside = type(group) is type(outside) and group == outside
-        if is_outside or isinstance(group, torch.distributed.ProcessGroup):
-            return
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # a number
+    is_outside = type(group) is type(outside) and group == outside
+    if is_outside or isinstance(group, dist.ProcessGroup):
+        return
     raise ArgumentError(
         f"{name}={group!r:.200} must be a process group, as torch.distributed.new_group() and "
         "DeviceMesh.get_group() return it, or None"
     )
 
 
-def has_ranks() -> bool:
-    """Return whether there is a default process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def group_size(group: Group) -> int:
     """Return the size of a group; 1 without a process group, or if this rank is not a member."""
-    return max(1, torch.distributed.get_world_size(group)) if has_ranks() else 1
+    return max(1, dist.get_world_size(group)) if dist.is_initialized() else 1
 
 
 def group_rank(group: Group) -> int:
     """Return this rank's number in a group; 0 without a process group, or if it is not a member."""
-    return max(0, torch.distributed.get_rank(group)) if has_ranks() else 0
+    return max(0, dist.get_rank(group)) if dist.is_initialized() else 0
 
 
 def global_rank(group: Group, rank: int) -> int:
     """Return the global number of a rank that is numbered within a group."""
-    if group is None or not has_ranks():
+    if group is None or not dist.is_initialized():
         return rank
-    return torch.distributed.get_global_rank(group, rank)
+    return dist.get_global_rank(group, rank)
 
 
 def global_ranks(group: Group) -> tuple[int, ...]:
     """Return the global numbers of a group's ranks, in the group's order; empty if this rank is not
     a member."""
-    if not has_ranks():
+    if not dist.is_initialized():
         return (0,)
-    if torch.distributed.get_world_size(group) < 1:
+    if dist.get_world_size(group) < 1:
         return ()
-    return tuple(torch.distributed.get_process_group_ranks(group))
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def exchange_device(group: Group) -> torch.device:
     """Return the device of tensors that this group can send: CUDA for NCCL, else the CPU."""
-    if has_ranks() and "nccl" in torch.distributed.get_backend(group):
+    if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
