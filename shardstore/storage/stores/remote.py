@@ -158,9 +158,13 @@ class RemoteStore:
         """Return region, endpoint and credentials of S3, as s3fs determined them.
 
         Raises:
-            StorageError: there are no credentials, or s3fs cannot get them.
+            StorageError: there are no credentials, or s3fs cannot get them in time.
         """
-        return s3.s3_settings(self.fs, self.url, FIRST_DEADLINE_S)
+        with self.errors("connecting to", ""):
+            found: s3.S3Settings = sync(
+                self.fs.loop, s3.s3_settings, self.fs, self.url, timeout=FIRST_DEADLINE_S
+            )
+            return found
 
     def write(self, name: str, data: bytes) -> None:
         """Write a document, and replace an existing one.

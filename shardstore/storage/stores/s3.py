@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from fsspec.asyn import sync  # type: ignore[import-untyped]
-
-from shardstore.storage.stores.errors import CLIENT_OPTIONS, explained, keep_quiet_about
+from shardstore.storage.stores.errors import CLIENT_OPTIONS, keep_quiet_about
 
 LIMITS = {"connect_timeout": 5, "read_timeout": 20}
 """Seconds that s3fs waits for a connection, and for an answer or its next bytes."""
@@ -194,21 +192,9 @@ class S3Settings:
     unsupported: str
 
 
-def s3_settings(fs: Any, url: str, seconds: float) -> S3Settings:
+async def s3_settings(fs: Any, url: str) -> S3Settings:
     """Return the settings of an s3fs file system for a URL, with the current credentials. botocore
-    renews them some minutes before they expire.
-
-    Raises:
-        StorageError: there are no credentials, or botocore cannot get them within ``seconds``.
-    """
-    try:
-        found: S3Settings = sync(fs.loop, _settings, fs, url, timeout=seconds)
-    except Exception as error:
-        raise explained("connecting to", url, error) from error
-    return found
-
-
-async def _settings(fs: Any, url: str) -> S3Settings:
+    renews them some minutes before they expire."""
     client = await fs.set_session()
     region, found = client.meta.region_name, None
     credentials = client._request_signer._credentials
