@@ -459,20 +459,16 @@ class GroupRanks(Ranks):
 def _verdict(told: _Told, what: str, decide: Decide) -> Message:
     """Return the coordinator's answer to the reports and failures of all ranks."""
     if told.failures:
-        error: CheckpointingException = _failure(what, told.failures)
-        return Message(_BROKEN if told.broken else _ERROR, pickle.dumps(error))
+        failure = pickle.dumps(_failure(what, told.failures))
+        return Message(_BROKEN if told.broken else _ERROR, failure)
     try:
         return Message(_OK, decide(told.reports) or b"")
     except Exception as problem:
-        try:
+        with suppress(Exception):  # pickling an attribute of the error may raise any exception
             body = pickle.dumps(problem)
-            is_portable = isinstance(pickle.loads(body), CheckpointingException)
-        except Exception:  # pickling an attribute of the error may raise any exception
-            is_portable = False
-        return Message(
-            _ERROR,
-            body if is_portable else pickle.dumps(CheckpointingException(described(problem))),
-        )
+            if isinstance(pickle.loads(body), CheckpointingException):
+                return Message(_ERROR, body)
+        return Message(_ERROR, pickle.dumps(CheckpointingException(described(problem))))
 
 
 def _no_answer(ranks: Sequence[int], problem: RuntimeError) -> dict[int, str]:

@@ -171,13 +171,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         distribution = self.apply_loading_parallelization(sharded_state_dict)
         assert distribution is not None  # there is more than one rank
         kinds = (ShardedTensor, ShardedObject) if self.can_handle_sharded_objects else ShardedTensor
-        mine: dict[_ShardId, ShardedTensor | ShardedObject] = {}
-        others: dict[_ShardId, ShardedTensor] = {}
-        for item in nested_values(sharded_state_dict):
-            if isinstance(item, kinds) and is_main_replica(item.replica_id):
-                mine.setdefault(_id_of(item), item)
-            elif isinstance(item, ShardedTensor):
-                others.setdefault(_id_of(item), item)
+        items = [item for item in nested_values(sharded_state_dict) if isinstance(item, kinds)]
+        mine = {_id_of(item): item for item in items if is_main_replica(item.replica_id)}
         # Also for an empty request, because a strategy may wait for all ranks.
         wanted = {str(n): item for n, item in enumerate(mine.values())}
         group = None if self.can_handle_sharded_objects else self.parallelization_group
@@ -185,7 +180,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             loaded = self.base_strategy.load(wanted, checkpoint_dir)
             values = {shard_id: loaded[str(n)] for n, shard_id in enumerate(mine)}
         tensors = {key: values.pop(key) for key in mine if isinstance(mine[key], ShardedTensor)}
-        others = {key: item for key, item in others.items() if key not in tensors}
+        all_tensors = {_id_of(item): item for item in items if isinstance(item, ShardedTensor)}
+        others = {key: item for key, item in all_tensors.items() if key not in tensors}
         shared = exchange_by_distribution(tensors, others, distribution, self.parallelization_group)
         state: StateDict = dict(dict_list_map_outplace(lambda value: value, sharded_state_dict))
         if self.can_handle_sharded_objects:
