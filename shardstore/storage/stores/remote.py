@@ -139,9 +139,8 @@ class RemoteStore:
         Raises:
             StorageError: the store refused, or did not answer.
         """
-        part: dict[str, Any] = {}
-        if (start, stop) != (0, None):
-            part = {"start": start, "end": stop}
+        is_whole = (start, stop) == (0, None)
+        part: dict[str, Any] = {} if is_whole else {"start": start, "end": stop}
         try:
             with self.errors("reading", name, absent=True):
                 data: bytes = self.call("cat_file", self._path(name), size=size, **part)
