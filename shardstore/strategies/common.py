@@ -31,11 +31,7 @@ from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, is_obj
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
-from shardstore.strategies.base import (
-    LoadCommonStrategy,
-    ReadsOwnFormat,
-    SaveCommonStrategy,
-)
+from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy
 from shardstore.values import plain as plain_values
 from shardstore.values import record
 from shardstore.values.torch_values import dump_bytes, load_bytes, require_loadable

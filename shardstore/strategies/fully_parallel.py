@@ -291,18 +291,16 @@ def distribute_main_replicas_with_precomputed_distribution(
 
 def _share_out(
     wrapper: FullyParallelSaveStrategyWrapper | FullyParallelLoadStrategyWrapper,
-    sharded_state_dict: ShardedStateDict,
+    state_dict: ShardedStateDict,
     *,
     ignore_groups: bool,
 ) -> ShardDistribution | None:
     """Set the replica ids by the wrapper's cached distribution, or by a new one."""
     group = wrapper.parallelization_group
     distribution = wrapper.cached_distribution
-    if distribution is None or not _fits(distribution, sharded_state_dict, group):
-        distribution = determine_main_replica_uniform_distribution(
-            sharded_state_dict, group, ignore_groups
-        )
-    distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, group, distribution)
+    if distribution is None or not _fits(distribution, state_dict, group):
+        distribution = determine_main_replica_uniform_distribution(state_dict, group, ignore_groups)
+    distribute_main_replicas_with_precomputed_distribution(state_dict, group, distribution)
     if wrapper.do_cache_distribution:
         wrapper.cached_distribution = distribution
     return distribution

@@ -79,9 +79,7 @@ logger = getLogger(__name__)
 numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
     dtypes.numpy_dtype(name): dtypes.torch_dtype(name) for name in dtypes.names()
 }
-torch_to_numpy_dtype_dict: dict[torch.dtype, Any] = {
-    v: k for k, v in numpy_to_torch_dtype_dict.items()
-}
+torch_to_numpy_dtype_dict = {v: k for k, v in numpy_to_torch_dtype_dict.items()}
 
 ZarrArray: TypeAlias = "zarr.Array[Any]"
 

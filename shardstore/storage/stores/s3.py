@@ -23,10 +23,7 @@ LIMITS = {"connect_timeout": 5, "read_timeout": 20}
 _TEXTS = ("key", "secret", "token", "profile", "endpoint_url", "region_name")
 _DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_FILES = {
-    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
-    "AWS_CONFIG_FILE": "~/.aws/config",
-}
+_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?/?")
 _BUCKET = re.compile(r"(?!.*--x-s3$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 """Bucket names that TensorStore accepts. Directory buckets need a different authentication."""
