@@ -35,10 +35,7 @@ class CheckpointableShardedTensor(torch.Tensor):
     _data: torch.Tensor
     _sh_ten: ShardedTensor
 
-    @staticmethod
-    def __new__(
-        cls: type[CheckpointableShardedTensor], data: torch.Tensor, sh_ten: ShardedTensor
-    ) -> CheckpointableShardedTensor:
+    def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> CheckpointableShardedTensor:
         """Make the stand-in for the global tensor."""
         like = torch.empty((), dtype=sh_ten.dtype) if data is None else data
         return cast(CheckpointableShardedTensor, _stand_in(cls, sh_ten.global_shape, like))
@@ -144,10 +141,7 @@ class LocalShardsContainer(torch.Tensor):
 
     _local_shards: list[Any]
 
-    @staticmethod
-    def __new__(
-        cls: type[LocalShardsContainer], local_shards: list[torch.Tensor]
-    ) -> LocalShardsContainer:
+    def __new__(cls, local_shards: list[torch.Tensor]) -> LocalShardsContainer:
         """Make the stand-in for the global tensor."""
         if not local_shards:
             raise CheckpointingException("A LocalShardsContainer needs at least one local shard")

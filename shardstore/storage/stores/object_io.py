@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from shardstore.storage.movers.parallel import default_threads, run_batched
 
 T = TypeVar("T")
+Parts: TypeAlias = Sequence[bytes | memoryview]
+"""The content of an object, in order."""
 
 MAX_OBJECT_BYTES = 5 * 1024**3
 """Size limit of one PUT (Amazon S3 user guide, "Uploading objects")."""
@@ -42,7 +44,7 @@ class ObjectIO:
     blocks = True
     reads_past_end = True
 
-    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+    def put(self, key: str, parts: Parts, *, create: bool) -> bool:
         """Write an object.
 
         Args:
@@ -84,9 +86,7 @@ class ObjectIO:
         One more byte is requested if that costs nothing, to detect a larger object."""
         return size + self.reads_past_end if size else None
 
-    def begin_put(
-        self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
-    ) -> Callable[[], bool]:
+    def begin_put(self, key: str, parts: Parts, *, create: bool) -> Callable[[], bool]:
         """Start :meth:`put`. Return a function that waits for the end and returns the result."""
         return partial(self.put, key, parts, create=create)
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.stores.location import Location, require_size
-from shardstore.storage.stores.object_io import UNKNOWN_BYTES, ObjectIO, run_requests
+from shardstore.storage.stores.object_io import UNKNOWN_BYTES, ObjectIO, Parts, run_requests
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class FileSystemIO(ObjectIO):
     def __init__(self, location: Location) -> None:
         self._store = location.remote
 
-    def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
+    def put(self, key: str, parts: Parts, *, create: bool) -> bool:
         """See :meth:`ObjectIO.put`."""
         data = b"".join(parts)
         if create:
@@ -104,11 +104,7 @@ def read_many(
 
 
 def begin_create(
-    io: ObjectIO,
-    location: Location,
-    key: str,
-    parts: Sequence[bytes | memoryview],
-    check: Callable[[], None],
+    io: ObjectIO, location: Location, key: str, parts: Parts, check: Callable[[], None]
 ) -> Callable[[], None]:
     """Start a conditional PUT. Return a function that waits for the end. If an object of that name
     exists, it is from an earlier try, whose answer was lost, or a leftover, or from a newer

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ import tensorstore as ts
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy, too_late
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO
+from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.storage.stores.s3 import S3Settings
 
@@ -138,9 +138,7 @@ class KvStoreIO(ObjectIO):
                 self._settings = self._remote.s3_settings()
             return _open(self._location.url, self._settings, shared_context())
 
-    def begin_put(
-        self, key: str, parts: Sequence[bytes | memoryview], *, create: bool
-    ) -> Callable[[], bool]:
+    def begin_put(self, key: str, parts: Parts, *, create: bool) -> Callable[[], bool]:
         """See :meth:`ObjectIO.begin_put`."""
         condition, size = NOTHING_THERE if create else None, sum(map(len, parts))
         store = self.opened()
