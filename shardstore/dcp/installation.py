@@ -8,10 +8,10 @@ of ``torch.distributed.checkpoint``. It raises an error if this PyTorch lacks th
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any, Unpack
 
 import torch
@@ -22,7 +22,7 @@ from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.storage.commit.identity import is_ours
-from shardstore.storage.format.names import DCP_METADATA_NAME as METADATA_NAME
+from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.options import WriterKeywords
 from shardstore.storage.stores.location import Location
 
@@ -36,7 +36,7 @@ _METHODS = (
 _KEPT = "_reader_of_shardstore"
 
 
-def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str], Any]:
+def handing_on(new_reader: Callable[[str], StorageReader]) -> dict[tuple[Any, str], Any]:
     """Return new methods for DCP's ``FileSystemReader``, so that it loads our checkpoints too.
 
     Each load begins with ``read_metadata``. The new method checks the format of the checkpoint
@@ -44,7 +44,7 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
     systems (``FsspecReader``) do not change.
 
     Args:
-        new_reader: makes a :class:`StorageReader` without a place.
+        new_reader: makes a :class:`StorageReader` of a path.
 
     Returns:
         (class, name of the method) -> new method.
@@ -56,16 +56,12 @@ def handing_on(new_reader: Callable[[], StorageReader]) -> dict[tuple[Any, str],
             return None
         # As in DCP, the path is not a URL, and ~ is not expanded.
         place = os.path.abspath(theirs.path)
-        if not is_ours(Location.of(place)):
-            return None
-        reader = new_reader()
-        reader.reset(place)
-        return reader
+        return new_reader(place) if is_ours(Location.of(place)) else None
 
     def method_of(name: str) -> Callable[..., Any]:
         before = getattr(FileSystemReader, name)
 
-        @functools.wraps(before)
+        @wraps(before)
         def method(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
             if name == "read_metadata":
                 vars(self)[_KEPT] = reader_for(self, kwargs.get("rank"))
@@ -98,10 +94,7 @@ class Installation(ExitStack):
 
 
 def install(
-    *,
-    allow_pickle: bool = False,
-    cast: bool = False,
-    **options: Unpack[WriterKeywords],
+    *, allow_pickle: bool = False, cast: bool = False, **options: Unpack[WriterKeywords]
 ) -> Installation:
     """Make DCP use shardstore for calls that name a ``checkpoint_id`` and no storage.
 
@@ -128,17 +121,12 @@ def install(
         ArgumentError: an option has a wrong type or value.
         CheckpointingException: this version of PyTorch chooses its storage in another way.
     """
-
     storage_options = options.get("storage_options")
     given: WriterKeywords = {"overwrite": True, **options}
-
-    def new_writer() -> StorageWriter:
-        return StorageWriter(allow_pickle=allow_pickle, dcp_marker=True, **given)
-
-    def new_reader() -> StorageReader:
-        return StorageReader(
-            cast=cast, threads=options.get("threads"), storage_options=storage_options
-        )
+    new_writer = partial(StorageWriter, allow_pickle=allow_pickle, dcp_marker=True, **given)
+    new_reader = partial(
+        StorageReader, cast=cast, threads=options.get("threads"), storage_options=storage_options
+    )
 
     # Raise errors of the options now, not at the first save.
     new_writer()
@@ -159,11 +147,9 @@ def install(
             return before(storage, checkpoint_id, reader=reader)
         if reader:
             place = Location.of(checkpoint_id, storage_options)
-            if not is_ours(place) and place.exists(METADATA_NAME):  # DCP's own storage wrote it
+            if not is_ours(place) and place.exists(DCP_METADATA_NAME):  # DCP's own storage wrote it
                 return before(None, checkpoint_id, reader=True)
-        chosen: StorageWriter | StorageReader = new_reader() if reader else new_writer()
-        chosen.reset(checkpoint_id)
-        return chosen
+        return new_reader(checkpoint_id) if reader else new_writer(checkpoint_id)
 
     class InAProcess(process):  # type: ignore[misc, valid-type]
         """Passes our writer to DCP's process for saves, because nothing is installed there."""
