@@ -154,7 +154,7 @@ def convert(
     log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
     started = perf_counter()
     opened = open_source(place, found)
-    stamps = [opened.place.stamp(name) for name in opened.roots]
+    stamps = [opened.location.stamp(name) for name in opened.roots]
     same = [about, stamps, int(memory_budget), int(file_bytes)]
     journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
     sources = {built.key_of(key): meta for key, meta in opened.arrays.items()}
@@ -272,7 +272,7 @@ def open_source(place: Location, source_format: str) -> Source:
     if source_format in ("torch_dist", "dcp"):
         from shardstore.convert.dcp import DcpSource  # imports torch
 
-        return DcpSource(place)
+        return DcpSource.open(place)
     return SafetensorsSource.open(place) if source_format == "safetensors" else ZarrSource(place)
 
 

@@ -29,41 +29,34 @@ from shardstore.values.record import StateRecord, as_text, is_long
 from shardstore.values.torch_values import dump_bytes
 
 
-class DcpSource:
+class DcpSource(DcpFiles):
     """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
 
     roots = (METADATA_NAME,)
 
-    def __init__(self, place: Location) -> None:
-        self.place = place
-        self._files = DcpFiles.open(place)
-        self.arrays = self._files.arrays
-        self.read: Read = self._files.read
-
     def boxes(self, key: str) -> list[Box]:
         """Return one box for each stored part."""
-        return [part.box for part in self._files.parts[key]]
+        return [part.box for part in self.parts[key]]
 
     def extras(self) -> Extras:
         """Return the common part and sharded objects; values as JSON if they have a JSON form."""
-        files = self._files
-        objects = {key: partial(files.read_unwrapped, key) for key in files.objects}
-        if self.place.exists(COMMON_STATE_NAME):
-            return Extras(self.place.read(COMMON_STATE_NAME), objects=objects)
+        objects = {key: partial(self.read_unwrapped, key) for key in self.objects}
+        if self.location.exists(COMMON_STATE_NAME):
+            return Extras(self.location.read(COMMON_STATE_NAME), objects=objects)
         if common := objects.pop(f"{COMMON_OBJECT}/shard_0_1", None):  # Megatron-Core 0.19
             return Extras(dump_bytes(common()), objects=objects)
         values: dict[str, Any] = {}
         found: dict[str, Callable[[], Any]] = {}
-        for key in files.objects:
+        for key in self.objects:
             try:
-                document, text = as_text(files.read_object(key))
+                document, text = as_text(self.read_object(key))
             except NotPlainError:
                 text = None
             if text is None or is_long(text):
-                found[f"{key}/shard_0_1"] = partial(files.read_object, key)
+                found[f"{key}/shard_0_1"] = partial(self.read_object, key)
             else:
                 values[key] = document
-        return Extras(None, StateRecord(files.paths, values), found)
+        return Extras(None, StateRecord(self.paths, values), found)
 
 
 class DcpTarget(FileTarget):

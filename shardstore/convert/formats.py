@@ -3,7 +3,7 @@ Megatron-Core's zarr backend) as source and target.
 
 A source of each format has ``arrays`` (key -> tensor), ``boxes(key)`` (those of the tensor's stored
 parts), ``read(reads)`` (regions into their destinations), ``extras()`` (the content that is not
-tensors), ``place`` and ``roots`` (names of the documents that change if it is replaced).
+tensors), ``location`` and ``roots`` (names of the documents that change if it is replaced).
 
 A conversion calls the methods of a target in this order:
 
@@ -239,7 +239,7 @@ class ZarrSource:
     roots = ("zarr.json", CONFIG_NAME)
 
     def __init__(self, place: Location) -> None:
-        self.place = place
+        self.location = place
         self._ckpt = opened.open(place)
         if (root := self._ckpt.stored.root) is not None and not root.is_summed:
             self._ckpt.stored.check_root()

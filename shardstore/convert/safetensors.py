@@ -95,7 +95,7 @@ class SafetensorsSource:
     def __init__(
         self, folder: Location, names: Sequence[str], weight_map: Mapping[str, str] | None = None
     ) -> None:
-        self.place, self.roots = folder, sorted(names)
+        self.location, self.roots = folder, sorted(names)
         self.arrays: dict[str, ArrayMeta] = {}
         self._places: dict[str, Place] = {}
         self._metadata: dict[str, str] = {}
@@ -105,7 +105,7 @@ class SafetensorsSource:
 
     def _add(self, name: str, weight_map: Mapping[str, str] | None) -> None:
         """Add the tensors and the metadata of a file."""
-        folder, path = self.place, f"{self.place.url}/{name}"
+        folder, path = self.location, f"{self.location.url}/{name}"
         size, _ = folder.stamp(name) or (0, None)
         length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -183,9 +183,9 @@ class SafetensorsSource:
         key = read.array.key
         name, start = self._places[key]
         try:
-            read_box(self.place, name, start, self.arrays[key].shape, read.box, read.out)
+            read_box(self.location, name, start, self.arrays[key].shape, read.box, read.out)
         except (FileNotFoundError, ValueError) as error:
-            path = f"{self.place.url}/{name}"
+            path = f"{self.location.url}/{name}"
             raise DamagedCheckpointError(
                 f"key {key!r}: {path} changed while it was read ({error})", key=key, url=path
             ) from error
@@ -193,7 +193,7 @@ class SafetensorsSource:
     def extras(self) -> Extras:
         """Return the metadata, and the values that a conversion stored in it."""
         metadata, about = dict(self._metadata), {"shardstore": {MEMBER: self._state}}
-        path = f"{self.place.url}/{self.roots[0]}"
+        path = f"{self.location.url}/{self.roots[0]}"
         record = StateRecord.from_root(about, path) or StateRecord()
         metadata.pop("format", None)
         return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})

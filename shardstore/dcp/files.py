@@ -14,7 +14,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ class DcpFiles:
     _corners: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def open(cls, place: str | os.PathLike[str] | Location) -> DcpFiles:
+    def open(cls, place: str | os.PathLike[str] | Location) -> Self:
         """Read the metadata. Any rank may call it; it waits for no other.
 
         Raises:
@@ -161,7 +161,7 @@ class DcpFiles:
         return cls.parse(location, _read(location))
 
     @classmethod
-    def parse(cls, location: Location, data: bytes) -> DcpFiles:
+    def parse(cls, location: Location, data: bytes) -> Self:
         """Return the checkpoint that a ``.metadata`` document describes.
 
         Args:
