@@ -349,9 +349,7 @@ class _Journal:
 
 
 def _read(
-    chunks: Sequence[_Chunk],
-    read: Read,
-    arrays: Mapping[str, ArrayMeta] | None = None,
+    chunks: Sequence[_Chunk], read: Read, arrays: Mapping[str, ArrayMeta] | None = None
 ) -> list[ChunkWrite]:
     """Read chunks of the target's grid, by default from the target.
 

@@ -41,8 +41,8 @@ class DcpSource(DcpFiles):
     def extras(self) -> Extras:
         """Return the common part and sharded objects; values as JSON if they have a JSON form."""
         objects = {key: partial(self.read_unwrapped, key) for key in self.objects}
-        if self.location.exists(COMMON_STATE_NAME):
-            return Extras(self.location.read(COMMON_STATE_NAME), objects=objects)
+        if (stored := self.location.read_if_there(COMMON_STATE_NAME)) is not None:
+            return Extras(stored, objects=objects)
         if common := objects.pop(f"{COMMON_OBJECT}/shard_0_1", None):  # Megatron-Core 0.19
             return Extras(dump_bytes(common()), objects=objects)
         values: dict[str, Any] = {}

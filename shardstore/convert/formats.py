@@ -351,8 +351,7 @@ class ShardstoreTarget(Target):
         def done(item: ChunkWrite, record: ChunkRecord) -> None:
             found[item.array.key, item.index] = msgspec.to_builtins(record)
 
-        mover = Mover(self._attempt.location, self._options, self._attempt)
-        mover.write(chunks, done)
+        Mover(self._attempt.location, self._options, self._attempt).write(chunks, done)
         return [found[chunk.array.key, chunk.index] for chunk in chunks]
 
     def finish(self, receipts: Receipts) -> Read:

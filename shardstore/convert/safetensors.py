@@ -327,13 +327,12 @@ class SafetensorsTarget(FileTarget):
 
     def _upload(self, name: str, data: memoryview) -> None:
         """Continue an upload, or begin the next one."""
-        errors, size = self._at.remote.errors("writing", name), self._sizes[name]
-        with errors:
+        size = self._sizes[name]
+        with self._at.remote.errors("writing", name):
             if self._stream is None:
-                part = max(
-                    MIN_PART_BYTES, min(MAX_PART_BYTES, self._budget // 4), size // MAX_PARTS
-                )
-                self._stream = self._at.remote.stream(name, part)
+                part_bytes = min(MAX_PART_BYTES, self._budget // 4)
+                part_bytes = max(MIN_PART_BYTES, part_bytes, size // MAX_PARTS)
+                self._stream = self._at.remote.stream(name, part_bytes)
                 self._stream.write(self._heads[name])
             # Write small pieces, so that the stream can send full parts in between.
             for start in range(0, len(data), MIN_PART_BYTES):
@@ -374,4 +373,3 @@ class SafetensorsTarget(FileTarget):
         if self._stream is not None:
             with suppress(Exception):
                 self._stream.discard()
-            self._stream = None

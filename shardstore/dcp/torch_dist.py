@@ -70,10 +70,7 @@ from shardstore.strategies.base import (
     ReadsOwnFormat,
     SaveCommonStrategy,
 )
-from shardstore.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
+from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.utils import sharded_tensors_of
 

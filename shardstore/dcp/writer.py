@@ -145,11 +145,8 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
     Raises:
         AccessPatternError: no rank wrote a value that the metadata names.
     """
-    values: dict[str, Any] = {}
-    files: list[str] = []
-    for report in reports:
-        values.update(report.values)
-        files += report.files
+    values = {key: value for report in reports for key, value in report.values.items()}
+    files = [key for report in reports for key in report.files]
     tensors = {key for key, about in metadata.state_dict_metadata.items() if hasattr(about, "size")}
     missing = sorted(set(metadata.state_dict_metadata) - tensors - set(values) - set(files))
     if missing:
