@@ -347,32 +347,27 @@ class _FilesSave:
         """Report the items that this rank wrote; then the coordinator writes ``.metadata``.
 
         Without ``.metadata`` nothing can be read. Every rank calls it and waits for all others. If
-        some rank failed, every rank has an error: the session's, which the commit raises, or one
-        that this function raises if there is no session.
+        some rank failed, every rank raises an error.
 
         Args:
             work: called first; its error, or the session's, prevents the writing of ``.metadata``.
         """
 
-        def decide(reports: list[bytes]) -> bytes:
+        def report(_: None) -> bytes:
+            return pickle.dumps(self._written)
+
+        def decide(reports: list[bytes]) -> None:
             written = [pair for report in reports for pair in pickle.loads(report)]
             self._metadata.storage_data = dict(written)
             self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
             self._metadata.version = CURRENT_DCP_VERSION
             self._folder.replace(DCP_METADATA_NAME, pickle.dumps(self._metadata))
-            return b""
 
         session = self.session
         # An asynchronous save has other connections between the ranks than the plan had.
         ranks = self._ranks if session is None else session.later
         error = self.failure if session is None else session.failure
-        report = lambda _: pickle.dumps(self._written)  # noqa: E731
-        try:
-            ranks.step(f"saving to {self._url}", work, report, decide, error=error)
-        except Exception as problem:
-            if session is None:
-                raise
-            session.failure = session.failure or problem
+        ranks.step(f"saving to {self._url}", work, report, decide, error=error)
 
 
 @dataclass
@@ -426,14 +421,12 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
         )
     size = math.prod(tensor.local_shape)
     start, stop = flat_bounds(tensor)
-    data = tensor.data
-    if data is not None:
-        data = data.reshape((1,) * len(counts) + (-1,))
+    ones = (1,) * len(counts)
     return ShardedTensor(
         tensor.key,
-        data,
+        None if tensor.data is None else tensor.data.reshape(*ones, -1),
         tensor.dtype,
-        (*(1,) * len(counts), max(0, stop - start)),
+        (*ones, max(0, stop - start)),
         (*counts, size),
         (*tensor.local_chunk_offset_in_global(), start),
         None,
