@@ -191,7 +191,7 @@ class _FilesSave:
         place: str | Path,
     ) -> None:
         self.session = session = session_of(place)
-        self.failure: Exception | None = None
+        self.failure = None if session is None else session.failure
         self._url = str(place) if session is None else session.target.url
         self._ranks = ranks = Ranks.current() if session is None else session.ranks
         self._options = SaveOptions() if session is None else session.options
@@ -203,8 +203,6 @@ class _FilesSave:
         self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
 
         def local() -> SavePlan:
-            if session is not None and session.failure is not None:
-                raise session.failure
             self._folder = Location.of(place)
             if not self._folder.is_local:
                 raise self._folder.error(
@@ -220,9 +218,8 @@ class _FilesSave:
             self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
             return replace(self._planner.create_local_plan(), planner_data=told)
 
-        plan, answer = ranks.step(
-            f"planning the save to {self._url}", local, pickle.dumps, self._decide
-        )
+        what = f"planning the save to {self._url}"
+        plan, answer = ranks.step(what, local, pickle.dumps, self._decide, error=self.failure)
         if session is not None:
             session.plans = False
         of_others = pickle.loads(answer)[ranks.rank]

@@ -349,8 +349,9 @@ class StorageWriter(Placed, DcpStorageWriter):
             AccessPatternError: a value or a part of a tensor was not written exactly once.
             StorageError: the store failed; the target is unchanged.
         """
-        attempt, start = self._attempt, perf_counter()
-        assert attempt is not None  # prepare_global_plan() has begun it
+        attempt, abandon, start = self._attempt, self._abandon, perf_counter()
+        assert attempt is not None  # prepare_global_plan() has set both
+        assert abandon is not None
         try:
             reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
             record = _state_record(metadata, reports)
@@ -370,13 +371,10 @@ class StorageWriter(Placed, DcpStorageWriter):
                 seconds=perf_counter() - self._started,
             )
             publish(attempt, self.options, manifests, about)
-        except BaseException:
-            # Give up now, because the next save to this place would wait for the attempt.
+            abandon.detach()
+        finally:
+            # Give up a failed attempt now, because the next save to this place would wait for it.
             self._give_up()
-            raise
-        if self._abandon is not None:
-            self._abandon.detach()
-        self._attempt = self._abandon = None
         if self._marker:
             # After the commit, because programs take a folder with it for a complete checkpoint.
             self._place.replace(DCP_METADATA_NAME, MARKER)
