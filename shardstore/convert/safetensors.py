@@ -23,7 +23,7 @@ from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipt
 from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
@@ -128,8 +128,7 @@ class SafetensorsSource:
                     key=key,
                     url=path,
                 )
-            grid = Grid(entry.shape, tuple(max(1, n) for n in entry.shape))
-            array = ArrayMeta(key, key, grid, _NAMES[entry.dtype], codecs=())
+            array = array_of_one_chunk(key, entry.shape, _NAMES[entry.dtype])
             start, stop = (8 + length + offset for offset in entry.data_offsets)
             if stop - start != array_bytes(array) or stop > size:
                 raise _damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")

@@ -40,8 +40,8 @@ from shardstore.errors import (
     as_damage,
 )
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
+from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
+from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.format.names import COMMON_OBJECT, DCP_METADATA_NAME, require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_box, read_bytes
@@ -203,9 +203,8 @@ class DcpFiles:
                 if unfolded is not None:
                     parts = [part for one in parts for part in _unfolded(one, shape, unfolded)]
                     shape = tuple(map(int, unfolded))
-                grid = Grid(shape, tuple(max(1, n) for n in shape))
                 dtype = dtypes.zarr_name(about.properties.dtype)
-                files.arrays[key] = ArrayMeta(key, key, grid, dtype, codecs=())
+                files.arrays[key] = array_of_one_chunk(key, shape, dtype)
                 files.parts[key] = parts
             return files
 

@@ -56,8 +56,7 @@ from shardstore.saving.plan import parts_of, require_plain
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.grid import Grid
+from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.parallel import run_batched
@@ -260,14 +259,12 @@ class _FilesSave:
             size += data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.nbytes
             if isinstance(data, io.BytesIO):  # the planner has just made it
                 self._copies[index] = data
-            elif str(data.dtype).removeprefix("torch.") not in dtypes.names():
+            elif (dtype := str(data.dtype).removeprefix("torch.")) not in dtypes.names():
                 self._copies[index] = data.detach().to("cpu", copy=True)
             else:
-                shape = tuple(data.shape)
-                grid = Grid(shape, tuple(max(1, n) for n in shape))
-                array = ArrayMeta(index.fqn, "", grid, dtypes.zarr_name(data.dtype))
+                array = array_of_one_chunk(index.fqn, tuple(data.shape), dtype)
                 source = parts_of(data, index.fqn)(())
-                chunks[index] = ChunkWrite(array, (0,) * len(shape), source)
+                chunks[index] = ChunkWrite(array, (0,) * data.ndim, source)
         if budget_bytes is not None and size > budget_bytes:
             raise ArgumentError(
                 f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "

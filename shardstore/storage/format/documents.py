@@ -155,6 +155,11 @@ class ArrayMeta:
         return ".zarray" if self.zarr_format == 2 else "zarr.json"
 
 
+def array_of_one_chunk(key: str, shape: tuple[int, ...], dtype: str) -> ArrayMeta:
+    """Return the array of a tensor that a file of another format holds, without codecs."""
+    return ArrayMeta(key, key, Grid(shape, tuple(max(1, n) for n in shape)), dtype, codecs=())
+
+
 @lru_cache(maxsize=4096)
 def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
     """Return the key of a chunk, see :meth:`ArrayMeta.chunk_key`."""
