@@ -94,18 +94,16 @@ class DcpTarget(FileTarget):
 
     def finish(self, receipts: Receipts) -> Read:
         """Write the values that are not tensors, and make the metadata."""
-        arrays = {meta.key: meta for meta in self._arrays}
-        paths: dict[str, Any] = {key: self._extras.record.paths.get(key, (key,)) for key in arrays}
-        boxes: dict[str, list[Box]] = {key: [] for key in arrays}
+        about: dict[str, Any] = {}
+        paths: dict[str, Any] = {}
         stored: dict[MetadataIndex, Any] = {}
-        for (key, index), place in sorted(receipts.items()):
-            box = arrays[key].grid.box(index)
-            boxes[key].append(box)
-            stored[MetadataIndex(key, box.offset)] = place
-        about: dict[str, Any] = {
-            key: tensor_metadata(dtypes.torch_dtype(meta.dtype), meta.shape, boxes[key])
-            for key, meta in arrays.items()
-        }
+        for meta in self._arrays:
+            key, boxes = meta.key, []
+            for index in map(meta.grid.index_at, range(meta.grid.size)):
+                boxes.append(meta.grid.box(index))
+                stored[MetadataIndex(key, boxes[-1].offset)] = receipts[key, index]
+            about[key] = tensor_metadata(dtypes.torch_dtype(meta.dtype), meta.shape, boxes)
+            paths[key] = self._extras.record.paths.get(key, (key,))
         values = list(self._values(self._extras))
         # A value may be a BytesIO itself, whose content append() would take for a saved value.
         places = self._put([io.BytesIO(dump_bytes(value)) for _, _, value in values])

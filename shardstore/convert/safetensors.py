@@ -204,10 +204,8 @@ def _named(place: Location) -> tuple[Location, str]:
     Raises:
         NotACheckpointError: the place holds no safetensors file, or more than one without an index.
     """
-    if is_file_name(place.name):
-        folder = Location(place.url.rpartition("/")[0], place.options)
-        if not place.is_dir():
-            return folder, place.name
+    if is_file_name(place.name) and not place.is_dir():
+        return Location(place.url.rpartition("/")[0], place.options), place.name
     names = place.listing()
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(".safetensors")]
