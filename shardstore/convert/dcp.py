@@ -6,7 +6,8 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -46,16 +47,13 @@ class DcpSource(DcpFiles):
         if common := objects.pop(f"{COMMON_OBJECT}/shard_0_1", None):  # Megatron-Core 0.19
             return Extras(dump_bytes(common()), objects=objects)
         values: dict[str, Any] = {}
-        found: dict[str, Callable[[], Any]] = {}
         for key in self.objects:
-            try:
+            with suppress(NotPlainError):
                 document, text = as_text(self.read_object(key))
-            except NotPlainError:
-                text = None
-            if text is None or is_long(text):
-                found[f"{key}/shard_0_1"] = partial(self.read_object, key)
-            else:
-                values[key] = document
+                if not is_long(text):
+                    values[key] = document
+        others = [key for key in self.objects if key not in values]
+        found = {f"{key}/shard_0_1": partial(self.read_object, key) for key in others}
         return Extras(None, StateRecord(self.paths, values), found)
 
 
