@@ -156,10 +156,8 @@ class SafetensorsSource:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _damaged(path, error) from error
         names = list(dict.fromkeys(weight_map.values()))
-        beside = set(folder.listing())
-        for file in names:
-            if file not in beside:
-                raise _damaged(path, f"it names {file!r}, which is not a file in the same folder")
+        if lost := sorted(set(names).difference(folder.listing())):
+            raise _damaged(path, f"it names {lost[0]!r}, which is not a file in the same folder")
         found = cls(folder, names, weight_map)
         if missing := sorted(set(weight_map) - set(found.arrays)):
             raise _damaged(path, f"{missing[:4]} are in no file")
