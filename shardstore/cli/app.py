@@ -53,25 +53,20 @@ def run(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
-    except BrokenPipeError:
-        return _reader_left()
-    except SystemExit as error:
+    except (BrokenPipeError, SystemExit) as error:
         # typer exits by itself if the pipe breaks while it prints.
-        if isinstance(error.__context__, BrokenPipeError):
-            return _reader_left()
-        raise
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        if not isinstance(cause, BrokenPipeError):
+            raise
+        # The reader of the output (head, less) has closed the pipe: end quietly.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        return 0
     except Exception as error:
         complain(_described(error))
         return 1 if isinstance(error, DamagedCheckpointError) else WRONG_USE
     if code == INTERRUPTED:  # typer catches some interrupts itself, and prints nothing
         complain("interrupted")
     return code if isinstance(code, int) else 0
-
-
-def _reader_left() -> int:
-    """End quietly when the reader of the output (head, less) has closed the pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
-    return 0
 
 
 def _described(error: Exception) -> str:
