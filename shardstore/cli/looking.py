@@ -21,6 +21,7 @@ from shardstore.inspection.opened import array_bytes, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import node_type
 from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Grid
 
 if TYPE_CHECKING:
     from shardstore.inspection.values import ArrayDifference, Difference
@@ -89,10 +90,9 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
 
 def shard_counts(array: ArrayMeta) -> tuple[int, ...] | None:
     """Return the number of saved shards along each axis, ``None`` if unknown."""
-    if array.shard_shape is None or len(array.shard_shape) != len(array.shape):
+    if array.shard_shape is None:
         return None
-    pairs = zip(array.shape, array.shard_shape, strict=True)
-    return tuple(max(1, -(-n // max(1, edge))) for n, edge in pairs)
+    return tuple(max(1, count) for count in Grid(array.shape, array.shard_shape).counts)
 
 
 def ls(
