@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from html import escape
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,10 +46,8 @@ Picture = tuple[str, str, int]
 """Shapes of an SVG, a caption, and the height of the SVG; its width is ``WIDE``."""
 
 STYLE = """
-:root { color-scheme: light dark; --dim: #5f6b7a;
-  --ok: #1a7f37; --bad: #cf222e; }
-@media (prefers-color-scheme: dark) {
-  :root { --dim: #a3adba; --ok: #4ade80; --bad: #ff7b72; } }
+:root { color-scheme: light dark; --dim: light-dark(#5f6b7a, #a3adba);
+  --ok: light-dark(#1a7f37, #4ade80); --bad: light-dark(#cf222e, #ff7b72); }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -190,18 +188,16 @@ def cells(array: ArrayMeta, manifest: Manifest | None) -> list[tuple[Index, Box,
     Only the first :data:`MAX_CELLS` chunks are returned, because a picture cannot show more.
     """
     axes = drawn_axes(array)
-    high, wide = (1 if axis is None else array.grid.counts[axis] for axis in axes)
-    high = min(high, MAX_CELLS)
+    most = (MAX_CELLS if axis in axes else 1 for axis in range(len(array.shape)))
+    indices = product(*map(range, map(min, array.grid.counts, most)))
     out = []
-    for place in product(range(high), range(min(wide, MAX_CELLS // max(1, high)))):
-        where = dict(zip(axes, place, strict=True))
-        index = tuple(where.get(axis, 0) for axis in range(len(array.shape)))
+    for index in islice(indices, MAX_CELLS):
         box = array.grid.box(index)
         corner = tuple(0 if axis is None else box.offset[axis] for axis in axes)
         shape = tuple(1 if axis is None else box.shape[axis] for axis in axes)
         rank = None if manifest is None else manifest.writer(array, index)
         out.append((index, Box(corner, shape), rank))
-    return out if array.grid.size else []
+    return out
 
 
 def rank_table(record: Any) -> list[list[str]] | None:
