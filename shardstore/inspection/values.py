@@ -388,10 +388,9 @@ def _files(a: OpenCheckpoint, b: OpenCheckpoint, wants: Callable[[str], bool]) -
     return dict(sorted(out.items()))
 
 
-def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, bytes | None]:
+def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, bytes]:
     """Return path -> content, for ``common.pt`` and each chosen sharded object."""
-    location = ckpt.stored.location
     names = [name for key, name in ckpt.objects.names.items() if wants(key.rpartition("/")[0])]
-    if location.exists(COMMON_STATE_NAME):
-        names.append(COMMON_STATE_NAME)
-    return dict(zip(names, read_many(location, names), strict=True))
+    names.append(COMMON_STATE_NAME)
+    found = zip(names, read_many(ckpt.stored.location, names), strict=True)
+    return {name: data for name, data in found if data is not None}
