@@ -151,10 +151,8 @@ class Steps:
 
     def step_of(self, name: str) -> int | None:
         """Return the step of a folder's name, ``None`` for other names."""
-        digits = name[len(self.prefix) :]
-        if not name.startswith(self.prefix) or not re.fullmatch(r"0|[1-9][0-9]*", digits):
-            return None
-        return int(digits)
+        found = re.fullmatch(rf"{re.escape(self.prefix)}(0|[1-9][0-9]*)", name)
+        return None if found is None else int(found[1])
 
     def committed(self) -> list[int]:
         """Return all committed steps, ascending.
@@ -402,42 +400,29 @@ def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[
         about: the new step.
         record: its commit record.
     """
-    step, size = about.step, record.get("stored_bytes", 0)
-    steps.log(
-        "step",
-        step,
-        f"saved step {step}: {steps.url(step)}",
-        bytes=size,
-        seconds=record.get("seconds", 0.0),
-        metrics=dict(about.metrics),
-    )
+    step, size, seconds = about.step, record.get("stored_bytes", 0), record.get("seconds", 0.0)
+    text = f"saved step {step}: {steps.url(step)}"
+    steps.log("step", step, text, bytes=size, seconds=seconds, metrics=dict(about.metrics))
     infos, content = steps.infos(), record.get("content")
     same = [n for n in infos if n < step and content is not None and infos[n].content == content]
     if same:
         earlier = same[-1]
-        steps.log(
-            "same_content",
-            step,
+        text = (
             f"all tensors of step {step} are equal to those of step {earlier} "
             f"({steps.url(earlier)}). Check that the model was trained in between, and that "
-            "its current state is saved",
-            logging.WARNING,
-            earlier=earlier,
+            "its current state is saved"
         )
+        steps.log("same_content", step, text, logging.WARNING, earlier=earlier)
     left = [n for n in branches(infos)[1] if n > step and n not in steps.told]
     if left:
         steps.told.update(left)
-        steps.log(
-            "later_steps",
-            step,
+        text = (
             f"saved step {step} below {steps.root.url}, but steps with higher numbers were saved "
             f"before it: {', '.join(map(str, left))}. Check whether another run saves there. These "
             "steps are no longer restored, and stay until the run has passed them; saving one of "
-            "their numbers needs overwrite=True",
-            logging.WARNING,
-            later=left,
-            url=steps.root.url,
+            "their numbers needs overwrite=True"
         )
+        steps.log("later_steps", step, text, logging.WARNING, later=left, url=steps.root.url)
     if policy.deletes:
         _retain(steps, policy, infos)
 
@@ -469,17 +454,13 @@ def warn_of_later_steps(steps: Steps, infos: Mapping[int, StepInfo], chosen: int
         return
     latest = branches(infos)[0][-1]
     resumes = f"Until a step is saved, a restore without a step loads step {latest}. "
-    steps.log(
-        "later_steps",
-        chosen,
+    text = (
         f"restored step {chosen}; later steps exist below {steps.root.url}: "
         f"{', '.join(map(str, later))}. {'' if latest == chosen else resumes}"
         "Saving one of their numbers again needs overwrite=True. "
-        f"restore(..., step={chosen}, discard_later=True) deletes them",
-        logging.WARNING,
-        later=later,
-        url=steps.root.url,
+        f"restore(..., step={chosen}, discard_later=True) deletes them"
     )
+    steps.log("later_steps", chosen, text, logging.WARNING, later=later, url=steps.root.url)
 
 
 def discard_later_steps(
