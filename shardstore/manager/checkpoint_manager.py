@@ -400,35 +400,29 @@ class CheckpointManager:
         tried = _candidates(steps, infos, step, check, damaged)
 
         def decide(_: list[bytes]) -> bytes:
-            chosen, found = next(tried)
-            return json.dumps([chosen, list(found.items()), bool(discard_later)]).encode()
-
-        def skip(number: int, text: str) -> None:
-            damaged[number] = text
-            steps.damaged.add(number)
-            text = f"step {number} below {self.root.url} is damaged and is skipped: {text}"
-            steps.log("damaged", number, text, logging.WARNING)
+            return json.dumps([*next(tried), bool(discard_later)]).encode()
 
         with closing(tried):
             while True:
                 answer = ranks.together(what=what, error=error, decide=decide)
-                chosen, passed, discards = json.loads(answer)
-                for number, text in passed:
-                    if number not in damaged:
-                        skip(number, text)
+                chosen, text, discards = json.loads(answer)
                 if chosen is None:
                     return None
                 place = steps.place(chosen)
-                try:
-                    loaded = load(state, place.place, progress=callback, **options)
-                    break
-                except Exception as problem:
-                    if step is not None or ranks.is_broken:
-                        raise
-                    text = _agree_on_damage(ranks, place, problem, what)
-                    if text is None:
-                        raise
-                    skip(chosen, text)
+                if text is None:
+                    try:
+                        loaded = load(state, place.place, progress=callback, **options)
+                        break
+                    except Exception as problem:
+                        if step is not None or ranks.is_broken:
+                            raise
+                        text = _agree_on_damage(ranks, place, problem, what)
+                        if text is None:
+                            raise
+                damaged[chosen] = text
+                steps.damaged.add(chosen)
+                text = f"step {chosen} below {self.root.url} is damaged and is skipped: {text}"
+                steps.log("damaged", chosen, text, logging.WARNING)
         if discards:
             discard_later_steps(ranks, steps, infos, chosen)
         elif ranks.is_coordinator:
@@ -501,35 +495,31 @@ def _candidates(
     wanted: int | None,
     check: Callable[[Location], str | None],
     damaged: Mapping[int, str],
-) -> Generator[tuple[int | None, Mapping[int, str]], None, None]:
+) -> Generator[tuple[int | None, str | None], None, None]:
     """Yield the steps to load, on rank 0: only ``wanted``, or all of them, the newest first (see
-    :func:`branches`), each with the steps that ``check`` found damaged, with texts. A step is not
-    deleted until the next is requested. Yield ``None`` if there are no steps.
+    :func:`branches`), each with the result of ``check``. A step is not deleted until the next is
+    requested. Yield ``None`` if there are no steps.
 
     Args:
         steps: the steps of the run.
         infos: receives the descriptions of all steps.
         wanted: number of the only step to consider.
         check: verifies a step; returns a text of its damage.
-        damaged: the steps that all ranks know to be damaged, with texts.
+        damaged: the yielded steps that are damaged, with texts; the caller adds them.
 
     Raises:
         NotACheckpointError: the wanted step does not exist.
         DamagedCheckpointError: every step is damaged.
     """
     infos.update(steps.infos())
-    found: dict[int, str] = {}
     current, abandoned = branches(infos)
     for step in [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]:
         with steps.using([step]):
-            if step not in infos or not is_checkpoint(steps.place(step)):
-                continue  # deleted since it was listed
-            if (text := check(steps.place(step))) is None:
-                yield step, found
-            else:
-                found[step] = text
-    if known := {**damaged, **found}:
-        texts = "; ".join(f"step {step}: {known[step]}" for step in list(known)[:SHOWN])
+            place = steps.place(step)
+            if step in infos and is_checkpoint(place):  # else it was deleted since it was listed
+                yield step, check(place)
+    if damaged:
+        texts = "; ".join(f"step {step}: {damaged[step]}" for step in list(damaged)[:SHOWN])
         raise DamagedCheckpointError(
             f"no restorable checkpoint below {steps.root.url}: every step is damaged ({texts}). "
             "Verify older copies, or pass a different root to start over",
@@ -541,7 +531,7 @@ def _candidates(
             f"{', '.join(map(str, infos)) or 'none'}",
             url=steps.url(wanted),
         )
-    yield None, found
+    yield None, None
 
 
 def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: str) -> str | None:
