@@ -216,7 +216,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         stored, root, metas = self.stored, self.stored.root, self.metas.values()
         manifest, damaged = self.manifest_or_damage()
         ranks = set() if manifest is None else set(manifest.rank.tolist())
-        by_dtype = Counter({meta.dtype: 0 for meta in metas})
+        by_dtype = Counter[str]()
         for meta in metas:
             by_dtype[meta.dtype] += array_bytes(meta)
         commit = {} if root is None else root.commit
@@ -430,15 +430,14 @@ class StoredArray:
         """Return for each axis the range of selected positions, in a list, and whether an integer
         selects it. Raises the errors of indexing."""
         shown = f"{clean(self.key)!r} of shape {self.shape}"
-        indices = [part for part in parts if part is not Ellipsis]
-        if len(indices) > self.ndim:
-            raise IndexRangeError(f"{len(indices)} indices are too many for {shown}", key=self.key)
-        if len(parts) - len(indices) > 1:
-            raise ArgumentError(f"give at most one ellipsis as index of {shown}", key=self.key)
         at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
-        full = [slice(None)] * (self.ndim - len(indices))
+        before, after = parts[:at], parts[at + 1 :]
+        count = len(before) + len(after)
+        if count > self.ndim:
+            raise IndexRangeError(f"{count} indices are too many for {shown}", key=self.key)
+        full = [slice(None)] * (self.ndim - count)
         out = []
-        for axis, part in enumerate([*indices[:at], *full, *indices[at:]]):
+        for axis, part in enumerate([*before, *full, *after]):
             try:
                 if isinstance(part, bool):
                     raise TypeError
@@ -451,8 +450,8 @@ class StoredArray:
                 ) from None
             except (TypeError, ValueError):
                 raise ArgumentError(
-                    f"{part!r:.60} is not an index of {shown}: give integers, slices and an "
-                    "ellipsis, and use other indices on the NumPy array that this returns",
+                    f"{part!r:.60} is not an index of {shown}: give integers, slices and at most "
+                    "one ellipsis, and use other indices on the NumPy array that this returns",
                     key=self.key,
                 ) from None
             is_single = isinstance(found, int)
@@ -526,9 +525,8 @@ class StoredObjects(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.names:
-            raise missing(
-                key, self, f"an object in {self._stored.location.url} ({len(self)} objects)"
-            )
+            url = self._stored.location.url
+            raise missing(key, self, f"an object in {url} ({len(self)} objects)")
         from shardstore.strategies.common import load_file
 
         name = self.names[key]
