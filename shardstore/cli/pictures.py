@@ -354,15 +354,11 @@ def _histogram(array: StoredArray, statistics: Statistics, **options: int) -> Pi
     step, most = WIDE / len(counts), max(1, counts.max())
     # Square roots keep small counts visible.
     heights = [math.sqrt(count / most) * HIGH for count in counts]
-    shapes = (
-        _rect(
-            (i * step, HIGH - high, step, high),
-            COLOR,
-            f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]}",
-        )
-        for i, high in enumerate(heights)
-        if high
-    )
+    shapes = []
+    for i, high in enumerate(heights):
+        if high:
+            title = f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]}"
+            shapes.append(_rect((i * step, HIGH - high, step, high), COLOR, title))
     caption = f"values from {edges[0]:.4g} to {edges[-1]:.4g} (heights: square root of counts)"
     return "".join(shapes), caption, HIGH
 
