@@ -17,10 +17,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Unpack
 
-import torch.distributed as dist
-
 from shardstore.async_handle import AsyncSave, async_save
 from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.groups import group_rank
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -457,7 +456,7 @@ class CheckpointManager:
     @property
     def _is_first(self) -> bool:
         """Whether this is rank 0, the only rank that deletes steps."""
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        return group_rank(None) == 0
 
     def _open(self) -> None:
         """Sweep the remains of dead saves, once."""
