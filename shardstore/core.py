@@ -88,7 +88,7 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
             document = json.loads(stored.document(CONFIG_FNAME))
     except FileNotFoundError:
         return None
-    config = _parse_config(document, url)
+    config = parse_config(document, url)
     has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
     if not location.is_local and has_root and not stored.has_document("zarr.json"):
         # In an object store, a save that is running or dead may have written this document.
@@ -106,10 +106,15 @@ def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
         found = None if stored.root is None else stored.root.about.get("config")
     except (FileNotFoundError, NotACheckpointError, FormatVersionError):
         return None
-    return None if found is None else _parse_config(found, f"{stored.location.url}/zarr.json")
+    return None if found is None else parse_config(found, f"{stored.location.url}/zarr.json")
 
 
-def _parse_config(document: object, url: str) -> CheckpointingConfig:
+def parse_config(document: object, url: str) -> CheckpointingConfig:
+    """Return the backends that the content of ``metadata.json`` names.
+
+    Raises:
+        NotACheckpointError: it does not describe backends.
+    """
     if isinstance(document, dict) and document.get("sharded_backend") == DCP_BACKEND:
         # Megatron-Core 0.19 stores the common part as an object of torch_dist.
         document = {"common_backend": DCP_BACKEND, **document}

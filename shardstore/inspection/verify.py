@@ -17,6 +17,7 @@ from itertools import islice
 from time import perf_counter
 from typing import Any, Literal
 
+from shardstore.core import parse_config
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.inspection.opened import matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
@@ -329,9 +330,7 @@ class _Verification:
         if CONFIG_NAME in top:
             with self._reporting("config-damaged", CONFIG_NAME):
                 document = json.loads(self.location.read(CONFIG_NAME))
-                if not isinstance(document, dict) or "sharded_backend" not in document:
-                    raise ValueError("it names no sharded_backend")
-                backend = document.get("common_backend", "torch")
+                backend = parse_config(document, f"{self.url}/{CONFIG_NAME}").common_backend
         elif self._is_ours:
             text = "PATH is missing: load() does not accept the folder as a checkpoint"
             self._report("config-missing", CONFIG_NAME, text)
