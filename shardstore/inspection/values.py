@@ -129,8 +129,7 @@ def measure(
     def work(array: StoredArray, box: Box) -> Sums:
         return sums_of(blocks(array[*box.slices, ...]))
 
-    url = arrays[0].checkpoint.url if arrays else ""
-    found, damage = stream(arrays, work, url=url, budget_bytes=budget_bytes, progress=progress)
+    found, damage = stream(arrays, work, budget_bytes=budget_bytes, progress=progress)
     return {key: Statistics.of(parts) for key, parts in found.items()}, damage
 
 
@@ -172,7 +171,6 @@ def stream(
     *,
     numbers: Mapping[str, Collection[int]] | None = None,
     operation: Operation = "read",
-    url: str = "",
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     copies: int = 1,
     progress: ProgressArgument = None,
@@ -183,7 +181,7 @@ def stream(
         arrays: arrays of one checkpoint, in any order.
         work: reads a chunk and uses its values; called from several threads at a time.
         numbers: key -> numbers of the chunks to read; default: all chunks.
-        operation, url: see :class:`~shardstore.progress.Progress`.
+        operation: see :class:`~shardstore.progress.Progress`.
         budget_bytes: memory for the chunks in work; at least one chunk is in work.
         copies: memory that ``work`` needs for a chunk, in multiples of the chunk's size.
         progress: a callback, or ``"bar"``.
@@ -213,6 +211,7 @@ def stream(
                 damage[array.key].append(str(error))
             meter.count(size, 0)
 
+    url = arrays[0].checkpoint.url if arrays else ""
     with metered(operation, url, progress) as meter:
         meter.expect(sum(size for _, _, size in chunks))
         run_batched(chunks, run, threads=threads)
@@ -303,11 +302,9 @@ def compare(
         pairs = {"shape": shapes, "dtype": dtypes}
         if differs := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             out.described[key] = differs
-        elif chunks := _suspects(mine, other):
-            suspects[key] = chunks
         else:
-            out.equal += 1
-            out.hashed += 1
+            suspects[key] = _suspects(mine, other)
+    out.hashed = sum(not numbers for numbers in suspects.values())
 
     def work(array: StoredArray, box: Box) -> tuple[int, Sums, Sums]:
         mine, other = (one[*box.slices, ...] for one in (array, right[array.key]))
@@ -319,7 +316,6 @@ def compare(
         work,
         numbers=suspects,
         operation="compare",
-        url=a.url,
         budget_bytes=budget_bytes,
         copies=2,
         progress=progress,
