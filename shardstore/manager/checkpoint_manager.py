@@ -28,19 +28,7 @@ from shardstore.errors import (
     RanksError,
 )
 from shardstore.inspection.verify import Finding, verify
-from shardstore.manager.steps import (
-    MARK,
-    Retention,
-    StepInfo,
-    Steps,
-    branches,
-    discard_later_steps,
-    logger,
-    mark_of,
-    note_save,
-    number_of,
-    warn_of_later_steps,
-)
+from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
 from shardstore.saving.run import prepare, run_save
@@ -269,7 +257,7 @@ class CheckpointManager:
             session, _ = run_save(place.place, prepared)
         self._steps.damaged.discard(about.step)
         if self._is_first:
-            self._later(lambda: note_save(self._steps, self.policy, about, session.record))
+            self._later(lambda: self._steps.note_save(self.policy, about, session.record))
         return dict(session.record)
 
     def async_save(
@@ -305,7 +293,7 @@ class CheckpointManager:
                 return
             self._steps.damaged.discard(about.step)
             if first:
-                note_save(self._steps, self.policy, about, handle._end.result())
+                self._steps.note_save(self.policy, about, handle._end.result())
 
         self._later(job)
         return handle
@@ -330,7 +318,7 @@ class CheckpointManager:
             if self._is_first and isinstance(content, dict):  # else save() raises the error
                 saved = self._steps.time_of_save()
                 about = StepInfo(number, True, _metrics_of(metrics), saved=saved)
-                given["content_metadata"] = {**content, MARK: mark_of(about)}
+                given["content_metadata"] = {**content, MARK: about.mark()}
             given["preprocess_common_before_consistancy_check"] = _without_mark(
                 given.get("preprocess_common_before_consistancy_check")
             )
@@ -423,10 +411,10 @@ class CheckpointManager:
                 text = f"step {chosen} below {self.root.url} is damaged and is skipped: {text}"
                 steps.log("damaged", chosen, text, logging.WARNING)
         if discards:
-            discard_later_steps(ranks, steps, infos, chosen)
+            steps.discard_later(ranks, infos, chosen)
         elif ranks.is_coordinator:
             there = {number: info for number, info in infos.items() if number not in damaged}
-            warn_of_later_steps(steps, there, chosen)
+            steps.warn_of_later(there, chosen)
         return Restored(chosen, loaded, place.url, tuple(damaged))
 
     # -- the background --------------------------------------------------------------------------

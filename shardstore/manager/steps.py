@@ -1,8 +1,8 @@
 """The committed steps of one run: folders named by number directly below a root.
 
 Folders with other names belong to other programs and are not changed. :class:`Retention` says
-which steps to keep, a pure function of numbers and metrics. :func:`note_save` is the work of rank 0
-in the background after each save.
+which steps to keep, a pure function of numbers and metrics. :meth:`Steps.note_save` is the work of
+rank 0 in the background after each save.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class StepInfo:
     content: str | None = None
     saved: int | None = None
 
+    def mark(self) -> dict[str, Any]:
+        """Return the member for the content metadata. NaN and infinities are text, for JSON."""
+        metrics = {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()}
+        return {"step": self.step, "metrics": metrics, "saved_ns": self.saved}
+
 
 def branches(infos: Mapping[int, StepInfo]) -> tuple[list[int], list[int]]:
     """Return the steps of the run's branch, and the steps of branches that it left.
@@ -88,12 +93,6 @@ def branches(infos: Mapping[int, StepInfo]) -> tuple[list[int], list[int]]:
         (abandoned if is_left else current).append(step)
         newest = newest if is_left or when is None else when
     return current, abandoned
-
-
-def mark_of(info: StepInfo) -> dict[str, Any]:
-    """Return the member for the content metadata. NaN and infinities are text, for JSON."""
-    metrics = {name: v if math.isfinite(v) else str(v) for name, v in info.metrics.items()}
-    return {"step": info.step, "metrics": metrics, "saved_ns": info.saved}
 
 
 def number_of(step: int) -> int:
@@ -288,6 +287,94 @@ class Steps:
                     found = checkpoints.sweep(place, dry_run=False, older_than=older_than)
                     yield from (left.url for left in found)
 
+    def note_save(self, policy: Retention, about: StepInfo, record: Mapping[str, Any]) -> None:
+        """Log a committed step, compare it with earlier ones, and delete the steps that the policy
+        does not keep. Rank 0 calls it in the background.
+
+        Args:
+            policy: the retention policy.
+            about: the new step.
+            record: its commit record.
+        """
+        step, size, seconds = about.step, record.get("stored_bytes", 0), record.get("seconds", 0.0)
+        text = f"saved step {step}: {self.url(step)}"
+        self.log("step", step, text, bytes=size, seconds=seconds, metrics=dict(about.metrics))
+        infos, content = self.infos(), record.get("content")
+        same = [n for n in infos if n < step and infos[n].content == content]
+        if same and content is not None:
+            earlier = same[-1]
+            text = (
+                f"all tensors of step {step} are equal to those of step {earlier} "
+                f"({self.url(earlier)}). Check that the model was trained in between, and that "
+                "its current state is saved"
+            )
+            self.log("same_content", step, text, logging.WARNING, earlier=earlier)
+        left = [n for n in branches(infos)[1] if n > step and n not in self.told]
+        if left:
+            self.told.update(left)
+            text = (
+                f"saved step {step} below {self.root.url}, but steps with higher numbers were "
+                f"saved before it: {', '.join(map(str, left))}. Check whether another run saves "
+                "there. These steps are no longer restored, and stay until the run has passed "
+                "them; saving one of their numbers needs overwrite=True"
+            )
+            self.log("later_steps", step, text, logging.WARNING, later=left, url=self.root.url)
+        if policy.deletes:
+            self._retain(policy, infos)
+
+    def _retain(self, policy: Retention, infos: Mapping[int, StepInfo]) -> None:
+        """Delete the steps before the newest complete one that the policy does not keep.
+
+        Steps of branches that the run left stay, because the user may want them.
+        """
+        whole = {step: info for step, info in infos.items() if step not in self.damaged}
+        managed = [step for step in branches(whole)[0] if infos[step].managed]
+        incomplete: dict[int, str] = {}
+        while managed and (missing := what_is_missing(self.place(managed[-1]))) is not None:
+            incomplete[managed.pop()] = missing
+        if incomplete.keys() - self.incomplete:
+            named = "; ".join(f"step {n}: {text}" for n, text in list(incomplete.items())[:3])
+            logger.warning("%d incomplete step(s) not counted as kept: %s", len(incomplete), named)
+        self.incomplete = set(incomplete)
+        keep = policy.kept({step: infos[step].metrics for step in managed})
+        for step in managed:
+            if step not in keep and self.delete(step):
+                self.log("delete", step, f"deleted step {step}: {self.url(step)}")
+
+    def warn_of_later(self, infos: Mapping[int, StepInfo], chosen: int) -> None:
+        """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
+        later = [step for step in infos if step > chosen]
+        if not later:
+            return
+        latest = branches(infos)[0][-1]
+        resumes = f"Until a step is saved, a restore without a step loads step {latest}. "
+        text = (
+            f"restored step {chosen}; later steps exist below {self.root.url}: "
+            f"{', '.join(map(str, later))}. {'' if latest == chosen else resumes}"
+            "Saving one of their numbers again needs overwrite=True. "
+            f"restore(..., step={chosen}, discard_later=True) deletes them"
+        )
+        self.log("later_steps", chosen, text, logging.WARNING, later=later, url=self.root.url)
+
+    def discard_later(self, ranks: Ranks, infos: Mapping[int, StepInfo], chosen: int) -> None:
+        """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits
+        for it."""
+
+        def work(_: list[bytes]) -> bytes:
+            kept = []
+            later = [step for step in infos if step > chosen]
+            for step in reversed(later):  # the highest first, so that no gap is left
+                if infos[step].managed and self.delete(step):
+                    text = f"deleted step {step}, later than the restored step {chosen}: "
+                    self.log("delete", step, text + self.url(step), logging.WARNING)
+                else:
+                    kept.append(step)
+            if kept:
+                logger.warning("steps %s stay: no manager saved them, or they are in use", kept)
+            return b""
+
+        ranks.together(what=f"deleting the steps after {chosen} below {self.root.url}", decide=work)
+
 
 def what_is_missing(place: Location) -> str | None:
     """Return a text about the first missing file of a managed step, or the first with a wrong size;
@@ -388,97 +475,3 @@ class Retention:
             ranked.sort(key=lambda step: sign * steps[step][self.metric or ""])
             keep.update(ranked[: self.best])
         return keep
-
-
-def note_save(steps: Steps, policy: Retention, about: StepInfo, record: Mapping[str, Any]) -> None:
-    """Log a committed step, compare it with earlier ones, and delete the steps that the policy does
-    not keep. Rank 0 calls it in the background.
-
-    Args:
-        steps: steps of the run.
-        policy: the retention policy.
-        about: the new step.
-        record: its commit record.
-    """
-    step, size, seconds = about.step, record.get("stored_bytes", 0), record.get("seconds", 0.0)
-    text = f"saved step {step}: {steps.url(step)}"
-    steps.log("step", step, text, bytes=size, seconds=seconds, metrics=dict(about.metrics))
-    infos, content = steps.infos(), record.get("content")
-    same = [n for n in infos if n < step and content is not None and infos[n].content == content]
-    if same:
-        earlier = same[-1]
-        text = (
-            f"all tensors of step {step} are equal to those of step {earlier} "
-            f"({steps.url(earlier)}). Check that the model was trained in between, and that "
-            "its current state is saved"
-        )
-        steps.log("same_content", step, text, logging.WARNING, earlier=earlier)
-    left = [n for n in branches(infos)[1] if n > step and n not in steps.told]
-    if left:
-        steps.told.update(left)
-        text = (
-            f"saved step {step} below {steps.root.url}, but steps with higher numbers were saved "
-            f"before it: {', '.join(map(str, left))}. Check whether another run saves there. These "
-            "steps are no longer restored, and stay until the run has passed them; saving one of "
-            "their numbers needs overwrite=True"
-        )
-        steps.log("later_steps", step, text, logging.WARNING, later=left, url=steps.root.url)
-    if policy.deletes:
-        _retain(steps, policy, infos)
-
-
-def _retain(steps: Steps, policy: Retention, infos: Mapping[int, StepInfo]) -> None:
-    """Delete the steps before the newest complete one that the policy does not keep.
-
-    Steps of branches that the run left stay, because the user may want them.
-    """
-    whole = {step: info for step, info in infos.items() if step not in steps.damaged}
-    managed = [step for step in branches(whole)[0] if infos[step].managed]
-    incomplete: dict[int, str] = {}
-    while managed and (missing := what_is_missing(steps.place(managed[-1]))) is not None:
-        incomplete[managed.pop()] = missing
-    if incomplete.keys() - steps.incomplete:
-        named = "; ".join(f"step {n}: {text}" for n, text in list(incomplete.items())[:3])
-        logger.warning("%d incomplete step(s) not counted as kept: %s", len(incomplete), named)
-    steps.incomplete = set(incomplete)
-    keep = policy.kept({step: infos[step].metrics for step in managed})
-    for step in managed:
-        if step not in keep and steps.delete(step):
-            steps.log("delete", step, f"deleted step {step}: {steps.url(step)}")
-
-
-def warn_of_later_steps(steps: Steps, infos: Mapping[int, StepInfo], chosen: int) -> None:
-    """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
-    later = [step for step in infos if step > chosen]
-    if not later:
-        return
-    latest = branches(infos)[0][-1]
-    resumes = f"Until a step is saved, a restore without a step loads step {latest}. "
-    text = (
-        f"restored step {chosen}; later steps exist below {steps.root.url}: "
-        f"{', '.join(map(str, later))}. {'' if latest == chosen else resumes}"
-        "Saving one of their numbers again needs overwrite=True. "
-        f"restore(..., step={chosen}, discard_later=True) deletes them"
-    )
-    steps.log("later_steps", chosen, text, logging.WARNING, later=later, url=steps.root.url)
-
-
-def discard_later_steps(
-    ranks: Ranks, steps: Steps, infos: Mapping[int, StepInfo], chosen: int
-) -> None:
-    """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits."""
-
-    def work(_: list[bytes]) -> bytes:
-        kept = []
-        later = [step for step in infos if step > chosen]
-        for step in reversed(later):  # the highest first, so that no gap is left
-            if not infos[step].managed or not steps.delete(step):
-                kept.append(step)
-                continue
-            text = f"deleted step {step}, later than the restored step {chosen}: {steps.url(step)}"
-            steps.log("delete", step, text, logging.WARNING)
-        if kept:
-            logger.warning("steps %s stay: no manager saved them, or they are in use", kept)
-        return b""
-
-    ranks.together(what=f"deleting the steps after {chosen} below {steps.root.url}", decide=work)

@@ -17,7 +17,7 @@ from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import flip, values
 
 ROOT = Path(__file__).parents[3]
-TOLD = re.compile(r'(?:log_event\(\s*\w+,|steps\.log\()\s*"(\w+)"')
+TOLD = re.compile(r'(?:log_event\(\s*\w+,|(?:steps|self)\.log\()\s*"(\w+)"')
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[Any]:
