@@ -152,8 +152,8 @@ def _entry(meta: ArrayMeta) -> dict[str, Any]:
     }
 
 
-def summary(found: Mapping[str, Any]) -> dict[str, object]:
-    """Return :attr:`OpenCheckpoint.info` as texts; the caller leaves out empty values."""
+def summary(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return :attr:`OpenCheckpoint.info` as rows of name and text, without empty values."""
     commit, config = found["commit"] or {}, found["backend"] or {}
     by_dtype = ", ".join(
         f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
@@ -161,7 +161,7 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
     backend = f"{config.get('sharded_backend')!r} {config.get('sharded_backend_version')}"
     world = commit.get("world_size")
     ranks = f"{counted(world, 'rank')}, " if isinstance(world, int) else ""
-    return {
+    texts = {
         "checkpoint": found["url"],
         "layout": f"Zarr v{found['zarr_format']}" + (f", backend {backend}" if config else ""),
         "arrays": f"{found['arrays']:,} in {counted(found['chunks'], 'chunk')}, "
@@ -175,6 +175,7 @@ def summary(found: Mapping[str, Any]) -> dict[str, object]:
         "content": found["content_metadata"] and json.dumps(found["content_metadata"]),
         "manifest": found["manifest_damage"],
     }
+    return [[name, str(text)] for name, text in texts.items() if text]
 
 
 def info(
@@ -185,8 +186,7 @@ def info(
     if as_json:
         emit(found)
         return
-    rows = [(name, str(value)) for name, value in summary(found).items() if value]
-    print_table(rows, "<<", columns())
+    print_table(summary(found), "<<", columns())
 
 
 def stats(

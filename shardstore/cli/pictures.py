@@ -236,10 +236,9 @@ def _page(
     ranks, slowest = rank_table(commit.get("ranks")), ""
     if ranks and len(ranks) > 2 and "slowest" in commit["ranks"]:
         slowest = f'<p class="dim">Rank {escape(str(commit["ranks"]["slowest"]))} took longest.</p>'
-    record = [[name, str(value)] for name, value in summary(about).items() if value]
     body = [
         f"<h1>{escape(url)}</h1>",
-        _table("record", record[1:]),  # the first row is the heading of the page
+        _table("record", summary(about)[1:]),  # the first row is the heading of the page
         *([] if ranks is None else ["<h2>Ranks</h2>", _table("ranks", ranks), slowest]),
         "<h2>Verification</h2>",
         _verification(verified, findings),
