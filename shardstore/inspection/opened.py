@@ -494,9 +494,8 @@ class StoredArray:
         return f"<stored array {clean(self.key)!r} {self.shape} {self.meta.dtype}, {size}>"
 
 
-def _pieces(ranges: Sequence[range], edge: int) -> list[tuple[range, slice]]:
-    """Cut ranges with steps at chunk borders; return each part with its slice of the result."""
-    out = []
+def _pieces(ranges: Sequence[range], edge: int) -> Iterator[tuple[range, slice]]:
+    """Cut ranges with steps at chunk borders; yield each part with its slice of the result."""
     start = 0
     for rest in ranges:
         while rest:
@@ -506,9 +505,8 @@ def _pieces(ranges: Sequence[range], edge: int) -> list[tuple[range, slice]]:
                 border = low + edge - 1 if rest.step > 0 else low
                 count = min(count, (border - rest[0]) // rest.step + 1)
             part, rest = rest[:count], rest[count:]
-            out.append((part, slice(start, start + count)))
+            yield part, slice(start, start + count)
             start += count
-    return out
 
 
 class StoredObjects(Mapping[str, Any]):
