@@ -101,8 +101,7 @@ def rm(
     storage_option: opt.Options = None,
 ) -> None:
     """Remove a checkpoint. Other files in its folder stay. Refuses symbolic links."""
-    from shardstore.storage.commit.checkpoints import delete_checkpoint
-    from shardstore.storage.commit.identity import is_checkpoint, what_else
+    from shardstore.storage.commit.checkpoints import delete_checkpoint, require_checkpoint
 
     (location,) = opt.locate(storage_option, checkpoint)
     if location.is_local and location.path.is_symlink():
@@ -111,10 +110,7 @@ def rm(
             f"{location.url} is a symbolic link to {target}; nothing was removed. Give {target} to "
             "remove the checkpoint, or use unlink to remove the link"
         )
-    if not is_checkpoint(location):
-        instead = what_else(location)
-        found = f"is {instead}, not a checkpoint" if instead else "is not a checkpoint"
-        raise opt.UsageProblem(f"{location.url} {found}; nothing was removed")
+    require_checkpoint(location)
     try:
         arrays = StoredCheckpoint(location).arrays.values()
         size = f"{len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))}"

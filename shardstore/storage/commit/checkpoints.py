@@ -145,11 +145,16 @@ def delete_checkpoint(
             deleted.
     """
     location = Location.of(place, storage_options)
-    if not is_checkpoint(location):
-        instead = what_else(location)
-        found = f"is {instead}, not a checkpoint" if instead else "is not a distributed checkpoint"
-        raise location.error(f" {found}; nothing was deleted", NotACheckpointError)
+    require_checkpoint(location)
     (folder if location.is_local else objects).delete(location)
+
+
+def require_checkpoint(location: Location) -> None:
+    """Raise :class:`NotACheckpointError` if a place holds no checkpoint to delete."""
+    if not is_checkpoint(location):
+        other = what_else(location)
+        found = f"is {other}, not a checkpoint" if other else "is not a checkpoint"
+        raise location.error(f" {found}; nothing was deleted", NotACheckpointError)
 
 
 def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
