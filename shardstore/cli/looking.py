@@ -106,14 +106,13 @@ def ls(
 ) -> None:
     """List the arrays: data type, shape, chunks, shards, size."""
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
-    arrays = {key: array.meta for key, array in opt.choose(ckpt, keys).items()}
-    size = sum(map(array_bytes, arrays.values()))
+    arrays = [array.meta for array in opt.choose(ckpt, keys)]
+    size = sum(map(array_bytes, arrays))
     if as_json:
-        listed = [_entry(arrays[key]) for key in sorted(arrays)]
-        emit({"url": ckpt.url, "arrays": listed, "bytes": size})
+        emit({"url": ckpt.url, "arrays": list(map(_entry, arrays)), "bytes": size})
         return
     rows = []
-    for level, name, node in modules(arrays.values()).walk():
+    for level, name, node in modules(arrays).walk():
         if flat:
             if node.array is not None:
                 rows.append((node.array.key, *describe(node.array)))
@@ -202,7 +201,7 @@ def stats(
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
     budget = opt.parse_size(memory)
-    arrays = [array for _, array in sorted(opt.choose(ckpt, keys).items())]
+    arrays = opt.choose(ckpt, keys)
     found, damage = measure(arrays, budget_bytes=budget, progress=opt.bar(as_json))
     entries = [
         {
@@ -246,8 +245,8 @@ def show(
     name, inside = split_key(key, ckpt)
     array = ckpt[name]
     chosen = array.positions(parse_selection(inside, name))
-    size = math.prod(len(found) for (found,), _ in chosen)
     shape = [len(found) for (found,), single in chosen if not single]
+    size = math.prod(shape)
     if as_json and size > limit:
         raise opt.UsageProblem(
             f"{size} values are more than --limit {limit}; choose a slice, such as '{name}[0, :10]'"

@@ -123,8 +123,8 @@ def open_checkpoint(place: str, options: Sequence[str] | None = None) -> OpenChe
     return ckpt
 
 
-def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, StoredArray]:
-    """Return the arrays whose keys match patterns.
+def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> list[StoredArray]:
+    """Return the arrays whose keys match patterns, sorted by key.
 
     Raises:
         MissingKeyError: a pattern matches no key.
@@ -132,7 +132,7 @@ def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> dict[str, St
     for pattern in patterns or ():
         if not any(map(matcher([pattern]), ckpt)):
             raise opened.missing(pattern, ckpt, f"a key in {ckpt.url} ({len(ckpt)} keys)")
-    return {key: ckpt[key] for key in filter(matcher(patterns), ckpt)}
+    return [ckpt[key] for key in sorted(filter(matcher(patterns), ckpt))]
 
 
 def require_output(output: str) -> Path:

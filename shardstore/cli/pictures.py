@@ -93,8 +93,7 @@ def plot(
     if not output.endswith(".svg"):
         raise opt.UsageProblem(f"pictures are SVG files: give a name such as {output}.svg")
     if kind is Plot.sizes:
-        chosen = opt.choose(ckpt, [key] if key else [])
-        picture = _sizes(modules(found.meta for found in chosen.values()))
+        picture = _sizes(modules(a.meta for a in opt.choose(ckpt, [key] if key else [])))
     elif key is None:
         raise opt.UsageProblem(f"plot {kind.value} needs a key; `shardstore ls` lists all keys")
     elif kind is Plot.layout:
