@@ -147,8 +147,8 @@ def verify(
     return result
 
 
-_Job = tuple[int, Callable[[], None]]
-"""The bytes of some chunks (0 for another file), and a function that verifies them."""
+_Job = Callable[[], None]
+"""Verifies some chunks, or another file."""
 _Index = tuple[int, ...]
 """Index of a sharded object, or the shape of its grid."""
 
@@ -184,12 +184,12 @@ class _Verification:
             jobs = self._plan()
 
         def work(batch: Sequence[_Job]) -> None:
-            for _, job in batch:
+            for job in batch:
                 job()
 
         threads = REMOTE_THREADS
         if self.location.is_local:
-            threads = min(default_threads(), 1 + sum(size for size, _ in jobs) // BATCH_BYTES)
+            threads = min(default_threads(), 1 + self.meter.now.bytes_total // BATCH_BYTES)
         run_batched(jobs, work, threads=self.threads or threads)
         if not self.result.ok:
             self.stored.require_unchanged()
@@ -208,16 +208,14 @@ class _Verification:
         self._report_foreign(nodes | self._undescribed(nodes))
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
+        size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)
+        self.meter.expect(size, sum(meta.grid.size for meta in wanted))
         for array in wanted:
-            size, count = array.chunk_bytes, array.grid.size
-            step = max(1, min(RUN_CHUNKS, RUN_BYTES // size))
+            count, step = array.grid.size, max(1, min(RUN_CHUNKS, RUN_BYTES // array.chunk_bytes))
             with self._reporting("chunk-missing", array.node, array.key):
                 self.stored.require_chunks(array)
                 for first in range(0, count or 1, step):
-                    last = min(first + step, count)
-                    job = partial(self._check_run, array, first, last)
-                    jobs.append(((last - first) * size, job))
-        self.meter.expect(sum(size for size, _ in jobs), sum(meta.grid.size for meta in wanted))
+                    jobs.append(partial(self._check_run, array, first, min(first + step, count)))
         return jobs
 
     def _report(
@@ -337,7 +335,7 @@ class _Verification:
         if self.keys:
             return []
         if COMMON_STATE_NAME in top:
-            return [(0, partial(self._check_file, COMMON_STATE_NAME, "common-damaged"))]
+            return [partial(self._check_file, COMMON_STATE_NAME, "common-damaged")]
         if self._is_ours and backend == "torch":
             text = "PATH is missing: the common values of the state are lost"
             self._report("common-missing", COMMON_STATE_NAME, text)
@@ -378,7 +376,7 @@ class _Verification:
                 named[index] = f"{node}/{file}"
             for index, name in named.items():
                 if name in there:
-                    jobs.append((0, partial(self._check_file, name, "object-damaged", key)))
+                    jobs.append(partial(self._check_file, name, "object-damaged", key))
                 else:
                     text = f"object {index} of key {key!r} is missing: PATH"
                     self._report("object-missing", name, text, key=key)
