@@ -537,10 +537,8 @@ def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: st
         # A flipped bit in a root document without a checksum may change a key, shape or type.
         try:
             StoredCheckpoint(place).check_root()
-        except (DamagedCheckpointError, NotACheckpointError) as error:
+        except CheckpointingException as error:
             problem = error
-        except CheckpointingException:
-            pass  # the check failed too; the error of the load counts
     text: str | None = None  # the load failed for another reason than damage
     if isinstance(problem, DamagedCheckpointError | NotACheckpointError):
         text = str(problem)
