@@ -172,12 +172,10 @@ def report(
 def drawn_axes(array: ArrayMeta) -> tuple[int | None, int | None]:
     """Return the vertical and the horizontal axis of a picture: the two axes with the most chunks,
     or the last two; ``None`` for an axis that the array lacks."""
-    axes = len(array.shape)
-    if axes < 2:
-        return None, 0 if axes else None
     counts = array.grid.counts
-    best = sorted(range(axes), key=lambda axis: (-counts[axis], -axis))[:2]
-    return min(best), max(best)
+    best = sorted(range(len(counts)), key=lambda axis: (-counts[axis], -axis))[:2]
+    high, wide = [None, None, *sorted(best)][-2:]
+    return high, wide
 
 
 def cells(array: ArrayMeta, manifest: Manifest | None) -> list[tuple[Index, Box, int | None]]:
