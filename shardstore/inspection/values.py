@@ -291,12 +291,10 @@ def compare(
         budget_bytes: memory for values.
         progress: a callback, or ``"bar"``; it counts the bytes of A's values.
     """
-    out = Difference()
     left, right = ({key: one[key] for key in filter(wants, one)} for one in (a, b))
-    out.only_a = sorted(set(left) - set(right))
-    out.only_b = sorted(set(right) - set(left))
+    out = Difference(only_a=sorted(left.keys() - right), only_b=sorted(right.keys() - left))
     suspects: dict[str, Collection[int]] = {}
-    for key in sorted(set(left) & set(right)):
+    for key in sorted(left.keys() & right):
         mine, other = left[key], right[key]
         shapes, dtypes = (list(mine.shape), list(other.shape)), (mine.meta.dtype, other.meta.dtype)
         pairs = {"shape": shapes, "dtype": dtypes}
