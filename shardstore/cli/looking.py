@@ -395,8 +395,7 @@ def _print(found: Difference, width: int | None) -> None:
         rows.append(("differs  ", key, _values(difference)))
         rows += [("damaged", key, damage) for damage in difference.damage]
     rows += [("file", name, how) for name, how in found.files.items()]
-    if rows:
-        print_table(rows, "<<<", width)
+    print_table(rows, "<<<", width)
     print_table([[_summary(found)]], "<", width)
 
 

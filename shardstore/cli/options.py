@@ -146,7 +146,7 @@ def require_output(output: str) -> Path:
             f"--output {output!r} is a URL: give the path of a local file, and upload that file"
         )
     target = Path(output)
-    if not output or target.is_dir():
+    if target.is_dir():
         raise UsageProblem(f"--output {output!r} is a folder; give the name of a file")
     if not target.parent.is_dir():
         raise UsageProblem(f"{target.parent} is not a folder; give another --output")

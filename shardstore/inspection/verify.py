@@ -341,9 +341,8 @@ class _Verification:
             self._report("common-missing", COMMON_STATE_NAME, text)
         elif self.root is not None and not self.root.is_summed:
             with self._reporting("common-damaged", "zarr.json"):
-                record = StateRecord.from_root(self.root.attributes, self.url)
-                if record is not None:
-                    record.nested(self.url, {})
+                record = StateRecord.from_root(self.root.attributes, self.url) or StateRecord()
+                record.nested(self.url, {})
         return []
 
     def _object_jobs(self, nodes: set[str]) -> list[_Job]:
