@@ -84,14 +84,14 @@ class RankManifest:
         reused_bytes: bytes of the chunks that it reused from a base.
         array_documents: whether it writes the documents of the arrays that it creates.
         seconds: phase of the save -> seconds, for the commit record.
-        keys: key of each array that it writes to -> number of the array in ``rows``.
-        summaries: :func:`summary_of` each of these arrays.
+        arrays: key of each array that it writes to -> number of the array in ``rows``,
+            :func:`summary_of` the array, and the rank (the first one, after :meth:`join`) that
+            describes it.
         created: key -> array and document text, for each array that it creates.
         rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
-        told: for a report that :meth:`join` filled, the first rank that describes each array.
-        others: for the same, the added reports without their arrays and chunks. Its own members
-            above ``keys`` have no meaning then.
+        others: for a report that :meth:`join` filled, the added reports without their arrays and
+            chunks. Its own members above ``arrays`` have no meaning then.
     """
 
     rank: int
@@ -101,12 +101,10 @@ class RankManifest:
     reused_bytes: int = 0
     array_documents: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
-    keys: dict[str, int] = field(default_factory=dict)
-    summaries: list[str] = field(default_factory=list)
+    arrays: dict[str, tuple[int, str, int]] = field(default_factory=dict)
     created: dict[str, tuple[ArrayMeta, str]] = field(default_factory=dict)
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
-    told: dict[str, int] = field(default_factory=dict)
     others: list[RankManifest] = field(default_factory=list)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
@@ -117,10 +115,9 @@ class RankManifest:
             AccessPatternError: the key was recorded before with another shape, data type or layout.
         """
         summary = sys.intern(summary_of(meta))  # pickle sends equal texts once if they are interned
-        number = self.keys.setdefault(meta.key, len(self.keys))
-        if number == len(self.summaries):
-            self.summaries.append(summary)
-        elif (known := self.summaries[number]) != summary:
+        described = len(self.arrays), summary, self.rank
+        _, known, _ = self.arrays.setdefault(meta.key, described)
+        if known != summary:
             raise AccessPatternError(
                 f"key {meta.key!r} is used for two different tensors on rank {self.rank}: one has "
                 f"{known}; the other has {summary}; give them different keys",
@@ -135,7 +132,7 @@ class RankManifest:
 
     def add_chunk(self, meta: ArrayMeta, index: Sequence[int], record: ChunkRecord) -> None:
         """Record a written chunk. Its array must have been added before."""
-        number, chunk = self.keys[meta.key], meta.grid.linear(index)
+        number, chunk = self.arrays[meta.key][0], meta.grid.linear(index)
         self.rows += _PACK_ROW(
             number, chunk, record.stored_bytes, record.crc, self.rank, record.digest
         )
@@ -152,14 +149,10 @@ class RankManifest:
             AccessPatternError: the ranks describe an array differently.
         """
         numbers = []
-        for key, summary in zip(other.keys, other.summaries, strict=True):
-            rank = other.told.get(key, other.rank)
-            number = self.keys.setdefault(key, len(self.keys))
-            if number == len(self.summaries):
-                self.summaries.append(summary)
-                self.told[key] = rank
-            elif (known := self.summaries[number]) != summary:
-                first = self.told[key]
+        for key, (_, summary, rank) in other.arrays.items():
+            described = len(self.arrays), summary, rank
+            number, known, first = self.arrays.setdefault(key, described)
+            if known != summary:
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {rank} and rank {first} describe key {key!r} "
                     f"differently: rank {rank} has {summary}; rank {first} has {known}; "
@@ -174,7 +167,7 @@ class RankManifest:
         self.rows += rows.tobytes()
         self.running += other.running
         self.others += other.others or [
-            replace(other, keys={}, summaries=[], created={}, rows=bytearray(), running=array("I"))
+            replace(other, arrays={}, created={}, rows=bytearray(), running=array("I"))
         ]
 
     def to_bytes(self) -> bytes:

@@ -69,19 +69,19 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
             disagree about ``array_documents``.
     """
     whole = _joined(reports)
-    for key in whole.keys:
+    for key, (_, _, rank) in whole.arrays.items():
         if key not in whole.created:
             raise AccessPatternError(
-                f"Invalid access pattern: rank {whole.told[key]} wrote a part of key {key!r}, but "
+                f"Invalid access pattern: rank {rank} wrote a part of key {key!r}, but "
                 "no rank holds its first shard (offset 0 along every axis) as main replica; check "
                 "offsets and replica ids",
                 key=key,
-                rank=whole.told[key],
+                rank=rank,
             )
     created = dict(sorted(whole.created.items()))
     numbers = {key: number for number, key in enumerate(created)}
     rows = np.frombuffer(whole.rows, ROW)
-    array = np.array([numbers[key] for key in whole.keys], np.int64)[rows["array"]]
+    array = np.array([numbers[key] for key in whole.arrays], np.int64)[rows["array"]]
     metas = [meta for meta, _ in created.values()]
     entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
     starts = np.cumsum([0, *(chunks for _, chunks, _ in entries)], dtype=np.int64)
