@@ -38,11 +38,10 @@ _FOREIGN = frozenset(n for n in _ITEMSIZES if n == "bfloat16" or n.startswith("f
 
 @cache
 def _types() -> dict[str, np.dtype[Any]]:
-    import ml_dtypes
+    import ml_dtypes  # noqa: F401 (teaches NumPy the types that it lacks)
     import numpy as np
 
-    own = {n: np.dtype(f"<{np.dtype(n).str[1:]}") for n in _ITEMSIZES if n not in _FOREIGN}
-    return {**own, **{name: np.dtype(getattr(ml_dtypes, name)) for name in _FOREIGN}}
+    return {name: np.dtype(name) for name in _ITEMSIZES}
 
 
 @cache
@@ -176,15 +175,9 @@ def memory_of(tensor: torch.Tensor, name: str) -> NDArray[Any]:
     type. The tensor must be detached, have memory, and have no lazy conjugate or negative bit."""
     if name in _FOREIGN:
         # NumPy lacks the type, so view the bits as integers of the same size.
-        bits, foreign = _bits(name)
-        return tensor.view(bits).numpy().view(foreign)
+        bits = torch_dtype(f"uint{8 * tensor.itemsize}")
+        return tensor.view(bits).numpy().view(numpy_dtype(name))
     return tensor.numpy()
-
-
-@cache
-def _bits(name: str) -> tuple[torch.dtype, np.dtype[Any]]:
-    """Return torch's unsigned integer type of the same size, and the NumPy data type."""
-    return torch_dtype(f"uint{8 * _ITEMSIZES[name]}"), numpy_dtype(name)
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
