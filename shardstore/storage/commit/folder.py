@@ -134,9 +134,8 @@ class FolderAttempt(Attempt):
                 replaced = os.path.isdir(target) and bool(os.listdir(target))
                 if not replaced:  # only after an exchange does the mark tell the two folders apart
                     os.unlink(f"{source}/{OWNER_NAME}")
-            if durable:
-                self.flush()
-            with store_errors("committing", target):
+                if durable:
+                    self.flush()
                 self._replace() if replaced else os.rename(source, target)
         except StorageError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
