@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +36,6 @@ from shardstore.storage.format.names import (
     COMMON_STATE_NAME,
     CONFIG_NAME,
     MANIFEST_NAME,
-    is_object_file,
     key_of,
     node_name,
     object_place,
@@ -59,12 +58,16 @@ MANY_CHUNKS = 100_000
 """Above this number of chunks of an array, its files are counted before a read allocates anything
 for each chunk."""
 _MISSING = -1
-"""Stands for the checksum of a root document that does not exist."""
+"""Stands for the checksum of a document that does not exist."""
 LAYOUT = ("zarr", 2)
 """Backend and version in ``metadata.json`` of checkpoints with a root document."""
 
 
 T = TypeVar("T")
+
+
+def _checksum(text: bytes | None) -> int:
+    return _MISSING if text is None else crc32c(text, 0)
 
 
 class unlocked_property(cached_property[T]):  # noqa: N801 (as functools names it)
@@ -109,8 +112,7 @@ class StoredCheckpoint:
         # Checksum of the root document that was read.
         self._seen: int | None = None
         if "zarr.json" in self.documents:
-            text = self.documents["zarr.json"]
-            self._seen = _MISSING if text is None else crc32c(text, 0)
+            self._seen = _checksum(self.documents["zarr.json"])
 
     def document(self, name: str) -> bytes:
         """Return the content of a small document.
@@ -120,13 +122,13 @@ class StoredCheckpoint:
             DamagedCheckpointError: there is no such document, but the commit names it.
             StorageError: the store failed.
         """
-        root: RootDocument | None = vars(self).get("root")
-        data = self.documents.get(name)
-        if name not in self.documents:
-            with suppress(FileNotFoundError):
-                data = self.location.read(name, root.file_bytes.get(name) if root else None)
+        if name in self.documents:
+            data = self.documents[name]
+        else:
+            root: RootDocument | None = vars(self).get("root")
+            data = self.location.read_if_there(name, root.file_bytes.get(name) if root else None)
         if name == "zarr.json":
-            self._seen = _MISSING if data is None else crc32c(data, 0)
+            self._seen = _checksum(data)
         if data is None:
             if name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
                 self.check_file(name, None)
@@ -141,9 +143,7 @@ class StoredCheckpoint:
             # The root document is read last: a save that has committed by then is not unfinished.
             if not place.is_local and not is_committed(place):
                 begun = place.remote.listing(ATTEMPTS)
-            found = crc32c(place.read("zarr.json"), 0)
-        except FileNotFoundError:
-            found = _MISSING
+            found = _checksum(place.read_if_there("zarr.json"))
         except StorageError:
             return
         if begun and found == _MISSING:
@@ -386,7 +386,7 @@ class StoredCheckpoint:
         location = self.location
         links = {node for node in nodes if location.is_link(node)}  # removed, not their targets
         files = [name for node in nodes if node not in links for name in location.walk(node)]
-        files = [name for name in files if not is_object_file(name.rpartition("/")[2])]
+        files = [name for name in files if not object_place(name.rpartition("/")[2])]
         if not location.is_local:
             location.remote.delete(files)
             return

@@ -27,7 +27,7 @@ from shardstore.loading.context import CONTENT_METADATA_KEY, context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, is_object_file, node_name
+from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, node_name, object_place
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
@@ -237,7 +237,7 @@ def _read_file(
     for name in names:
         stored.check_file(name, None)
     url = stored.location.url
-    beside = [n for n in stored.location.listing(node_name(sharded.key)) if is_object_file(n)][:4]
+    beside = [n for n in stored.location.listing(node_name(sharded.key)) if object_place(n)][:4]
     hint = f"stored parts of this key: {beside}" if beside else "no part of this key is stored"
     raise MissingKeyError(
         f"object {sharded.unique_key!r} is not in the checkpoint {url}; {hint}. Sharded "

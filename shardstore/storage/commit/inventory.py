@@ -21,6 +21,7 @@ from shardstore.storage.format.names import (
     DCP_METADATA_NAME,
     INTEGRITY_NAME,
     MANIFEST_NAME,
+    object_place,
     require_inside,
 )
 from shardstore.storage.stores.location import Location
@@ -38,10 +39,9 @@ _NODES = re.compile(rf"{ATTEMPTS}/\d{{6,}}\.nodes-\d+\.json")
 _CHUNK = re.compile(r"|c([./]\d+)*|\d+([./]\d+)*")
 """Name of a chunk below its array. The empty name is that of an object ``NAME/``, which some
 programs create as a folder."""
-_DOCUMENT = re.compile(r"zarr\.json|\.zarray|\.zattrs")
+_DOCUMENTS = ("zarr.json", ".zarray", ".zattrs")
 _ROOT_BELOW = re.compile(r"([^/]+)/(?:.+/zarr\.json|(?:.+/)?metadata\.json)", re.DOTALL)
 """A document that shows that the first folder is a group or a checkpoint of its own."""
-_OBJECT = re.compile(r"shard_[\d._]*\.(pt|json)")
 
 
 def numbers(names: Iterable[str], *kinds: str) -> list[int]:
@@ -160,7 +160,7 @@ def own_names(
             return False
         if _CHUNK.fullmatch(rest):
             return first in arrays or (died and rest.startswith("c"))
-        return bool(_DOCUMENT.fullmatch(rest) or (evident and _OBJECT.fullmatch(rest)))
+        return rest in _DOCUMENTS or (evident and object_place(rest) is not None)
 
     return list(filter(is_own, names))
 

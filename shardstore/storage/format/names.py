@@ -71,21 +71,13 @@ def key_of(name: str) -> str | None:
 
 
 def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return offset and grid shape from the name of a sharded object's file; ``None`` for other
-    names."""
+    """Return offset and grid shape from the name of a sharded object's file (``shard_0.3_1.8.pt``
+    or ``.json``); ``None`` for other names."""
     found = _OBJECT_FILE.fullmatch(name)
     if found is None:
         return None
     offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in found.groups())
     return offset, shape
-
-
-def is_object_file(name: str) -> bool:
-    """Return whether a file name is that of a sharded object: ``shard_*.pt`` or ``shard_*.json``.
-
-    ``name`` is relative to the folder of the array or object.
-    """
-    return name.startswith("shard_") and name.endswith((".pt", ".json"))
 
 
 def is_inside(name: object) -> bool:
