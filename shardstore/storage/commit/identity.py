@@ -13,7 +13,7 @@ from collections.abc import Collection
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.movers.parallel import run_together
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.stores.location import Location
 
 ATTEMPTS = ".attempts"
 """Folder of the claims and marks, below a target in an object store."""
@@ -40,11 +40,10 @@ def _document(location: Location) -> tuple[str | None, bool]:
     Raises:
         StorageError: the store failed.
     """
-    with store_errors("reading", f"{location.url}/zarr.json"):
-        try:
-            return _parsed(location.read("zarr.json"))
-        except (FileNotFoundError, DamagedCheckpointError):
-            return None, False
+    try:
+        return _parsed(location.read("zarr.json"))
+    except (FileNotFoundError, DamagedCheckpointError):
+        return None, False
 
 
 def node_type(location: Location) -> str | None:
@@ -79,11 +78,9 @@ def is_ours(location: Location) -> bool:
     """Return whether a place holds a shardstore checkpoint that DCP has not overwritten."""
     if not location.exists("zarr.json"):
         return False
-    try:
-        # A shardstore save removes DCP's metadata; a line of text that it may leave is no pickle.
-        return not location.read(DCP_METADATA_NAME).startswith(pickle.PROTO)
-    except FileNotFoundError:
-        return True
+    # A shardstore save removes DCP's metadata; a line of text that it may leave is no pickle.
+    metadata = location.read_if_there(DCP_METADATA_NAME)
+    return metadata is None or not metadata.startswith(pickle.PROTO)
 
 
 def instead(location: Location) -> str | None:
