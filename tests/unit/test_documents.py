@@ -54,8 +54,8 @@ def write_checkpoint(root: Path, metas: list[ArrayMeta]) -> dict[str, np.ndarray
     report = RankManifest(2)
     arrays = {}
     for meta in metas:
-        text = report.add_array(meta, created=True)
-        place.write(f"{meta.node}/zarr.json", text.encode())
+        report.add_array(meta, created=True)
+        place.write(f"{meta.node}/zarr.json", documents.array_document(meta).encode())
         size = int(np.prod(meta.shape, dtype=int))
         arrays[meta.key] = np.arange(size).reshape(meta.shape).astype(meta.dtype)
         writes = [

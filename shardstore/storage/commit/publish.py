@@ -16,7 +16,7 @@ from typing import Any
 
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import documents
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.manifest import (
     MANIFEST_NAME,
     ChunkRecord,
@@ -115,9 +115,9 @@ class Files:
             AccessPatternError: see :meth:`RankManifest.add_array`.
         """
         for meta, created in arrays:
-            text = self._manifest.add_array(meta, created=created)
-            if text and documents:
-                self._keep(f"{meta.node}/{meta.document_name}", text.encode())
+            self._manifest.add_array(meta, created=created)
+            if created and documents:
+                self._keep(f"{meta.node}/{meta.document_name}", array_document(meta).encode())
 
     def _keep(self, name: str, data: bytes) -> None:
         self._kept.append((name, data))

@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError, DamagedCheckpointError, as_damage
-from shardstore.storage.format.documents import ArrayMeta, array_document
+from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.names import MANIFEST_NAME, require_inside
 from shardstore.storage.movers.checksums import crc32c
@@ -87,7 +87,7 @@ class RankManifest:
         arrays: key of each array that it writes to -> number of the array in ``rows``,
             :func:`summary_of` the array, and the rank (the first one, after :meth:`join`) that
             describes it.
-        created: key -> array and document text, for each array that it creates.
+        created: key -> array, for each array that it creates.
         rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
         others: for a report that :meth:`join` filled, the added reports without their arrays and
@@ -102,14 +102,13 @@ class RankManifest:
     array_documents: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     arrays: dict[str, tuple[int, str, int]] = field(default_factory=dict)
-    created: dict[str, tuple[ArrayMeta, str]] = field(default_factory=dict)
+    created: dict[str, ArrayMeta] = field(default_factory=dict)
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
     others: list[RankManifest] = field(default_factory=list)
 
-    def add_array(self, meta: ArrayMeta, *, created: bool) -> str:
-        """Record an array that this rank writes to. Return the text of its document if this rank
-        creates it (``created``), else an empty text.
+    def add_array(self, meta: ArrayMeta, *, created: bool) -> None:
+        """Record an array that this rank writes to, and whether this rank creates it.
 
         Raises:
             AccessPatternError: the key was recorded before with another shape, data type or layout.
@@ -124,11 +123,8 @@ class RankManifest:
                 key=meta.key,
                 rank=self.rank,
             )
-        if not created:
-            return ""
-        if meta.key not in self.created:
-            self.created[meta.key] = meta, array_document(meta)
-        return self.created[meta.key][1]
+        if created:
+            self.created[meta.key] = meta
 
     def add_chunk(self, meta: ArrayMeta, index: Sequence[int], record: ChunkRecord) -> None:
         """Record a written chunk. Its array must have been added before."""

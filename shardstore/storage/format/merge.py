@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.manifest import ROW, Manifest, RankManifest
 
@@ -82,7 +82,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     numbers = {key: number for number, key in enumerate(created)}
     rows = np.frombuffer(whole.rows, ROW)
     array = np.array([numbers[key] for key in whole.arrays], np.int64)[rows["array"]]
-    metas = [meta for meta, _ in created.values()]
+    metas = list(created.values())
     entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
     starts = np.cumsum([0, *(chunks for _, chunks, _ in entries)], dtype=np.int64)
     position = starts[array] + rows["chunk"]
@@ -105,7 +105,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
             **{name: ordered[name].copy() for name in ("stored", "crc", "digest", "rank")},
             running=_running(whole, array, starts, [size for _, _, size in entries]),
         ),
-        [(meta.node, text) for meta, text in created.values()],
+        [(meta.node, array_document(meta)) for meta in metas],
         metas,
         objects,
         {name: sums for part in whole.others for name, sums in part.files.items()},
