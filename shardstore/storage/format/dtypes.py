@@ -31,7 +31,6 @@ _ITEMSIZES = {
 """Data types that can be stored, and the size of an element in bytes."""
 _KNOWN = ", ".join(_ITEMSIZES)
 
-_TORCH = "torch."
 _FOREIGN = frozenset(n for n in _ITEMSIZES if n == "bfloat16" or n.startswith("float8"))
 """Types that NumPy lacks. Zarr v2 documents contain their names instead of NumPy type codes."""
 
@@ -42,11 +41,6 @@ def _types() -> dict[str, np.dtype[Any]]:
     import numpy as np
 
     return {name: np.dtype(name) for name in _ITEMSIZES}
-
-
-@cache
-def _by_numpy() -> dict[np.dtype[Any], str]:
-    return {dtype: name for name, dtype in _types().items()}
 
 
 def names() -> tuple[str, ...]:
@@ -61,14 +55,10 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     Raises:
         DTypeMismatchError: the type cannot be stored (quantised, sub-byte, or unknown).
     """
-    text = str(dtype)
-    if text.startswith(_TORCH):  # torch and Zarr use the same names for all these types
-        name = text[len(_TORCH) :] if text[len(_TORCH) :] in _ITEMSIZES else None
-    else:
-        import numpy as np
-
-        name = _by_numpy().get(np.dtype(cast("np.dtype[Any]", dtype)))
-    if name is None:
+    # torch, NumPy and Zarr use the same names for all these types. The text of a big-endian type of
+    # NumPy is another one.
+    name = str(dtype).removeprefix("torch.")
+    if name not in _ITEMSIZES:
         raise DTypeMismatchError(
             f"data type {dtype} cannot be stored as a Zarr array; convert the tensor to one of: "
             f"{_KNOWN}"
@@ -128,7 +118,8 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
 
         # NumPy parses a small language: "1/0", "(2,".
         with suppress(TypeError, ValueError, SyntaxError):
-            name = _by_numpy().get(np.dtype(code), code)
+            found = str(np.dtype(code))
+            name = found if found in _ITEMSIZES else code
     check(name, url)
     return cast("str", name)
 
