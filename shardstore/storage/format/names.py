@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from shardstore.errors import KeyNameError, damaged
 
@@ -29,7 +29,6 @@ programs that look for it."""
 RESERVED = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME})
 """Names that a checkpoint uses for its own files, in lower case."""
 
-_UNSAFE = re.compile(rb"[^A-Za-z0-9._-]")
 _OBJECT_FILE = re.compile(r"shard_([0-9.]*)_([0-9.]*)\.(?:pt|json)")
 
 
@@ -49,14 +48,13 @@ def _node_name(key: str) -> str:
     if not key:
         raise KeyNameError("an empty key cannot be stored; give the tensor a name", key=key)
     try:
-        raw = key.encode("utf-8")
+        name = quote(key, safe="").replace("~", "%7E")
     except UnicodeEncodeError as error:
         raise KeyNameError(f"key {key!r} is not valid Unicode: {error}", key=key) from None
-    name = _UNSAFE.sub(lambda m: b"%%%02X" % m.group()[0], raw).decode("ascii")
     if name[0] == "." or name.startswith("__") or name.lower() in RESERVED:
         name = f"%{ord(name[0]):02X}" + name[1:]
     if len(name) > MAX_NAME_BYTES:
-        digest = hashlib.sha256(raw).hexdigest()[:32]
+        digest = hashlib.sha256(key.encode()).hexdigest()[:32]
         # A shortened name cannot be decoded; the attributes contain the key. "%~" marks it, and
         # occurs in no other name.
         name = name[: MAX_NAME_BYTES - 34].rstrip("%") + "%~" + digest
