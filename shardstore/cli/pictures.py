@@ -46,8 +46,9 @@ Picture = tuple[str, str, int]
 """Shapes of an SVG, a caption, and the height of the SVG; its width is ``WIDE``."""
 
 STYLE = """
-:root { color-scheme: light dark; --dim: light-dark(#5f6b7a, #a3adba);
-  --ok: light-dark(#1a7f37, #4ade80); --bad: light-dark(#cf222e, #ff7b72); }
+:root { color-scheme: light dark; --dim: #5f6b7a; --ok: #1a7f37; --bad: #cf222e; }
+@media (prefers-color-scheme: dark) {
+  :root { --dim: #a3adba; --ok: #4ade80; --bad: #ff7b72; } }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem;
   padding: 0 1rem; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }

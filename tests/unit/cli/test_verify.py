@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import zarr
 
 import shardstore
+from shardstore.dcp import StorageWriter
 from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.mapping import ShardedTensor
 from shardstore.progress import Progress
@@ -36,6 +38,18 @@ def one(place: Path, kind: str, **options: Any) -> Finding:
     assert "\n" not in found[0].message
     assert found[0].path in found[0].message or kind in ("root-damaged", "config-missing")
     return found[0]
+
+
+def test_files_for_other_programs_belong_to_a_checkpoint(tmp_path: Path) -> None:
+    """The hashes that Megatron-Core compares, and the file that DCP looks for."""
+    tensor = torch.arange(4.0)
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+    shardstore.save(state, tmp_path / "hashed", verify_integrity=True)
+    writer = StorageWriter(tmp_path / "marked", dcp_marker=True)
+    dcp.save({"w": tensor}, storage_writer=writer, no_dist=True)
+    for name, file in (("hashed", "integrity.json"), ("marked", ".metadata")):
+        assert (tmp_path / name / file).is_file()
+        assert check(tmp_path / name)[1] == []
 
 
 @pytest.mark.parametrize("hashes", [False, True])
