@@ -245,16 +245,10 @@ def ordered_like(asked: Any, found: Any) -> Any:
     """Return ``found`` with the keys of its nested dicts in the order of ``asked``.
 
     Keys that ``asked`` lacks come last. A plain dict becomes a dict of the class that ``asked`` has
-    at its place. A dict from positions to elements becomes a list if ``asked`` has a list with
-    tensors there, as :func:`shardstore.dtensor.adoption.adopt` makes such dicts of lists.
+    at its place.
     """
     if isinstance(asked, list) and isinstance(found, list) and len(asked) == len(found):
         return [ordered_like(one, other) for one, other in zip(asked, found, strict=True)]
-    if isinstance(asked, list) and isinstance(found, dict):
-        has_tensors = any(isinstance(value, torch.Tensor) for _, value in leaves(asked))
-        if has_tensors and all(isinstance(position, int) for position in found):
-            known = dict(enumerate(asked))
-            return [ordered_like(known.get(i), found[i]) for i in sorted(found)]
     if not isinstance(asked, dict) or not isinstance(found, dict):
         return found
     ordered = empty_like(asked if type(found) is dict else found)

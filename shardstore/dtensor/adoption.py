@@ -18,7 +18,9 @@ that several ranks hold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,12 +55,24 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
         KeyNameError: two tensors have the same key.
     """
     check_state(state_dict)
-    return adopt(state_dict)
+    return _adopt(state_dict).state
 
 
 def adopt_for_save(state_dict: ShardedStateDict) -> ShardedStateDict:
     """Return the state dict with DTensors as sharded tensors; itself if it has none."""
-    return adopt(state_dict) if _dtensors(state_dict) else state_dict
+    return shard(state_dict) if _dtensors(state_dict) else state_dict
+
+
+def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[str]]) -> Adopted:
+    """Return the state dict with the tensors that are loaded from arrays as sharded tensors.
+
+    Args:
+        state_dict: the state dict of the load.
+        stored: returns the keys of the stored arrays; called only if there are plain tensors.
+    """
+    if not needs_adoption(state_dict):
+        return Adopted(state_dict)
+    return _adopt(state_dict, stored())
 
 
 def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
@@ -67,12 +81,36 @@ def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:
-    """Return whether a load reads tensors of a state dict that are not sharded tensors, so that
-    :func:`adopt` must convert them."""
+    """Return whether :func:`adopt_for_load` needs the stored keys."""
     if _dtensors(state_dict):
         return True
     values = [value for _, value in leaves(state_dict)]
     return any(map(_is_plain, values)) and not any(isinstance(v, ShardedBase) for v in values)
+
+
+@dataclass
+class Adopted:
+    """A converted state dict.
+
+    Attributes:
+        state: the sharded state dict.
+        lists: paths of lists that became dicts, because they hold both tensors and other values.
+    """
+
+    state: ShardedStateDict
+    lists: dict[Path, int] = field(default_factory=dict)
+
+    def restore(self, loaded: StateDict) -> StateDict:
+        """Convert the dicts back to lists in a loaded state dict."""
+        for path in sorted(self.lists, key=len, reverse=True):
+            place: Any = loaded
+            with suppress(LookupError):  # the list may have only keys that were left out
+                for name in path[:-1]:
+                    place = place[name]
+                found = place[path[-1]]
+                if isinstance(found, dict):
+                    place[path[-1]] = [found[i] for i in range(self.lists[path]) if i in found]
+        return loaded
 
 
 def _key(path: Path) -> str:
@@ -94,22 +132,16 @@ def _dtensors(state: Any) -> list[DTensor]:
     return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
 
 
-def adopt(state_dict: StateDict, stored: Container[str] | None = None) -> ShardedStateDict:
-    """Return the state dict with tensors as sharded tensors.
-
-    A list that holds both tensors and other values becomes a dict from positions to elements.
-
-    Args:
-        state_dict: nested dicts and lists; not changed.
-        stored: for a load, the keys of the stored arrays. Other plain tensors do not change.
-    """
+def _adopt(state: Any, stored: Container[str] | None = None) -> Adopted:
+    """Convert a state dict; for a load, with the keys of the stored arrays."""
     kind = _dtensor_type()
     rank, world_size = group_rank(None), group_size(None)
-    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state_dict)}
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
     ranks = {int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()}
     # Rank 0 has the main copy of a plain tensor, unless the meshes do not contain all ranks.
     outside = bool(ranks) and len(ranks) < world_size
     seen: dict[str, Path] = {}
+    adopted = Adopted({})
 
     def key_of(path: Path) -> str:
         key = _key(path)
@@ -129,9 +161,11 @@ def adopt(state_dict: StateDict, stored: Container[str] | None = None) -> Sharde
             return walked
         if isinstance(value, list):
             items = [walk(item, (*path, i)) for i, item in enumerate(value)]
-            has_shards = any(isinstance(item, ShardedBase) for _, item in leaves(items))
-            is_mixed = has_shards and not all(isinstance(item, ShardedBase) for item in items)
-            return dict(enumerate(items)) if is_mixed else items
+            sharded = [isinstance(item, ShardedBase) for _, item in leaves(items)]
+            if all(isinstance(item, ShardedBase) for item in items) or not any(sharded):
+                return items
+            adopted.lists[path] = len(items)
+            return dict(enumerate(items))
         if isinstance(value, tuple) and _dtensors(value):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
@@ -146,5 +180,5 @@ def adopt(state_dict: StateDict, stored: Container[str] | None = None) -> Sharde
             return shard_type.from_rank_offsets(key_of(path), value, replica_id=replica_id)
         return value
 
-    adopted: ShardedStateDict = walk(state_dict, ())
+    adopted.state = walk(state, ())
     return adopted

@@ -12,7 +12,7 @@ import logging
 import pickle
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +31,7 @@ from shardstore.dict_utils import (
 )
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import adopt, needs_adoption
+from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError, kind_of_dcp
 from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
@@ -132,33 +132,33 @@ class _Request:
     """The request of one rank.
 
     Attributes:
-        state_dict: the caller's state dict, with DTensors as sharded tensors.
+        adopted: the caller's state dict, with DTensors as sharded tensors.
         wanted: its sharded tensors and objects.
         nonpersistent, factories: parts that :func:`load_preprocess` splits off.
     """
 
-    state_dict: ShardedStateDict
+    adopted: Adopted
     wanted: ShardedStateDict
     nonpersistent: StateDict
     factories: StateDict
 
     @classmethod
-    def of(cls, state_dict: ShardedStateDict) -> _Request:
-        """Split a state dict in which DTensors are sharded tensors."""
-        wanted, nonpersistent, factories = load_preprocess(state_dict)
-        return cls(state_dict, extract_sharded_base(wanted)[0], nonpersistent, factories)
+    def of(cls, adopted: Adopted) -> _Request:
+        """Split an adopted state dict."""
+        wanted, nonpersistent, factories = load_preprocess(adopted.state)
+        return cls(adopted, extract_sharded_base(wanted)[0], nonpersistent, factories)
 
     def restricted(self, keys: Container[str]) -> _Request:
-        """Return the request without tensors and objects, and without factories of such, whose keys
-        are not among ``keys``."""
+        """Return the request without tensors, objects and factories of which no key is in
+        ``keys``."""
 
         def is_left_out(value: Any) -> bool:
-            parts = value.build() if isinstance(value, ShardedTensorFactory) else value
-            return isinstance(value, ShardedBase) and not any(
-                part.key in keys for _, part in leaves([parts])
-            )
+            built = value.build() if isinstance(value, ShardedTensorFactory) else value
+            parts = [part for _, part in leaves([built]) if isinstance(part, ShardedBase)]
+            return bool(parts) and not any(part.key in keys for part in parts)
 
-        return self.of(extract_matching_values(self.state_dict, is_left_out)[1])
+        _, kept = extract_matching_values(self.adopted.state, is_left_out)
+        return self.of(replace(self.adopted, state=kept))
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -216,7 +216,7 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
             if request is None or asked is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 adopted, owners = step(
-                    watched(lambda: request or _adopt(call, context)),
+                    watched(lambda: _adopt(call, context)),
                     lambda adopted: claims(adopted.wanted),
                     decide_claims,
                 )
@@ -311,14 +311,16 @@ def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None
     offered = offer(call.replica_group, call.share_replicas, location)
     if needs_adoption(call.sharded_state_dict):
         return offered, None
-    return offered, _Request.of(call.sharded_state_dict)
+    return offered, _Request.of(Adopted(call.sharded_state_dict))
 
 
 def _adopt(call: LoadCall, context: LoadContext) -> _Request:
     """Find the stored arrays of plain tensors and DTensors."""
     strategy, _ = find_strategies(context, call.sharded_strategy)
     place = context.stored.location.place
-    return _Request.of(adopt(call.sharded_state_dict, strategy.load_tensors_metadata(place)))
+    return _Request.of(
+        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place))
+    )
 
 
 def _report(call: LoadCall, request: _Request | None) -> bytes:
@@ -403,6 +405,6 @@ def _match(
                 objects, tensors = extract_sharded_objects(tensors)
                 state = merge(state, for_common.load_sharded_objects(objects, place))
         state = merge(state, for_tensors.load(tensors, place))
-        return apply_factory_merges(state, request.factories)
+        return request.adopted.restore(apply_factory_merges(state, request.factories))
 
     return read, missing, unexpected

@@ -253,7 +253,8 @@ class AsyncCallsQueue:
             if not _agree("running", done, error, request.call_idx, no_dist):
                 self.async_calls.appendleft((request, future))
                 break
-            finalized.append(request.execute_finalize_fns(not no_dist))
+            # Requests of other classes too are finalised in this way.
+            finalized.append(AsyncRequest.execute_finalize_fns(request, not no_dist))
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:

@@ -103,7 +103,7 @@ def decode(document: Any) -> Any:
 
 def _is_text(value: Any) -> bool:
     """Return whether a value is a string without lone surrogates, which JSON files cannot hold."""
-    return type(value) is str and _SURROGATE.search(value) is None
+    return type(value) is str and (value.isascii() or _SURROGATE.search(value) is None)
 
 
 def _list(parts: Any) -> list[Any]:

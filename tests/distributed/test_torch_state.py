@@ -242,7 +242,7 @@ def dtensors_that_are_not_stored_are_left_out(rank: int, world_size: int, folder
     new = dtensor_states.state(world_size, zero=True)
     stored = next(iter(dtensor_states.placements(4)))
     here = {stored: dtensor_states.state(world_size, zero=True)["replica"]}
-    state = {"m": here, "new": {"deep": new, "list": [*new.values()]}}
+    state = {"m": here, "new": {"deep": new, "list": [*new.values()], "mixed": [{"d": new}, 5]}}
     place = folder.parent / "placements_save" / "ours"
     loaded, _, unexpected = shardstore.load(state, place, strict="return_all")
     assert {key.split(".")[0] for key in unexpected} == {"new"}

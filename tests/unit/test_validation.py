@@ -25,7 +25,12 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
-from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardstore.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from shardstore.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -333,12 +338,13 @@ def test_factories_that_are_not_stored_are_left_out(mode: str, tmp_path: Path) -
     """Each of the others merges its own parts, in a list too."""
 
     def factory(key: str, value: float) -> ShardedTensorFactory:
-        def build(key: str, data: torch.Tensor, *_: Any) -> dict[str, ShardedTensor]:
+        def build(key: str, data: torch.Tensor, *_: Any) -> dict[str, Any]:
             halves = zip("ab", data.chunk(2), strict=True)
-            return {n: ShardedTensor.from_rank_offsets(f"{key}.{n}", half) for n, half in halves}
+            parts = {n: ShardedTensor.from_rank_offsets(f"{key}.{n}", half) for n, half in halves}
+            return {"here": LocalNonpersistentObject(key), **parts}
 
-        def merge(parts: dict[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-            return key, torch.cat([parts["a"], parts["b"]])
+        def merge(parts: dict[str, Any]) -> tuple[str, torch.Tensor]:
+            return parts["here"], torch.cat([parts["a"], parts["b"]])
 
         return ShardedTensorFactory(key, torch.full((4,), value), build, merge)
 

@@ -26,6 +26,7 @@ from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.stores import s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
+from shardstore.storage.stores.object_io import LARGE_BYTES
 
 FIRST_DEADLINE_S = 20.0
 """Deadline of a request to a store that has not yet answered this process. It is short, to detect
@@ -353,8 +354,9 @@ class RemoteStore:
         mode = "create" if create else "overwrite"
         if isinstance(self.fs, AsyncFileSystem):
             # botocore sends ``bytes`` with "Expect: 100-continue", which takes a round trip.
-            whole = bytearray(data) if hasattr(self.fs, "_call_s3") else data
-            self.call("pipe_file", path, whole, size=len(data), mode=mode)
+            is_document = hasattr(self.fs, "_call_s3") and len(data) < LARGE_BYTES
+            body = bytearray(data) if is_document else data
+            self.call("pipe_file", path, body, size=len(data), mode=mode)
             return
         self._make_folder_of(path)
         if not create:
