@@ -82,12 +82,11 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     location = stored.location
     if (config := _config_of_root(stored)) is not None:
         return config
-    url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
-    try:
-        with as_damage(url, f"{url} is not valid JSON"):
-            document = json.loads(stored.document(CONFIG_FNAME))
-    except FileNotFoundError:
+    if (text := stored.document(CONFIG_FNAME)) is None:
         return None
+    url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
+    with as_damage(url, f"{url} is not valid JSON"):
+        document = json.loads(text)
     config = parse_config(document, url)
     has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
     if not location.is_local and has_root and not stored.has_document("zarr.json"):
@@ -101,10 +100,11 @@ def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     none."""
     if "zarr.json" not in stored.documents or CONFIG_FNAME in stored.documents:
         return None
+    if stored.document("zarr.json") is None:  # which is not damage here
+        return None
     try:
-        stored.document("zarr.json")  # a missing root document is not damage here
         found = None if stored.root is None else stored.root.about.get("config")
-    except (FileNotFoundError, NotACheckpointError, FormatVersionError):
+    except (NotACheckpointError, FormatVersionError):
         return None
     return None if found is None else parse_config(found, f"{stored.location.url}/zarr.json")
 

@@ -32,7 +32,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -264,9 +263,7 @@ class ZarrSource:
         objects = {key: partial(ckpt.objects.__getitem__, key) for key in ckpt.objects}
         if record := StateRecord.from_root(ckpt.attrs, ckpt.url):
             return Extras(None, record, objects, attributes)
-        common = None
-        with suppress(FileNotFoundError):
-            common = ckpt.stored.document(COMMON_STATE_NAME)
+        if (common := ckpt.stored.document(COMMON_STATE_NAME)) is not None:
             from shardstore.strategies.common import require_same_content  # imports torch
 
             ckpt.stored.check_file(COMMON_STATE_NAME, common)

@@ -529,12 +529,11 @@ class StoredObjects(Mapping[str, Any]):
 
         name = self.names[key]
         with self._stored.unless_replaced():
-            try:
-                data = self._stored.document(name)
-            except FileNotFoundError as error:
+            if (data := self._stored.document(name)) is None:
+                url = f"{self._stored.location.url}/{name}"
                 raise DamagedCheckpointError(
-                    f"{error}: the name is listed but is not a file", key=key
-                ) from None
+                    f"{url}: the name is listed but is not a file", key=key
+                )
             self._stored.check_file(name, data)
         return load_file(name, data, f"{self._stored.location.url}/{name}", key)
 
@@ -550,7 +549,7 @@ class StoredObjects(Mapping[str, Any]):
 
 def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(stored.document(name))
+        found = json.loads(stored.document(name) or b"{}")
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -395,7 +395,7 @@ class _Verification:
 
     def _check_file(self, name: str, kind: str, key: str | None = None) -> None:
         with self._reporting(kind, name, key):
-            data = self.stored.document(name)
+            data = self.stored.document(name) or b""
             if name.endswith(".json"):
                 json.loads(data)
             else:

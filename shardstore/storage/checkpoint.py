@@ -124,11 +124,10 @@ class StoredCheckpoint:
         if "zarr.json" in self.documents:
             self._seen = _checksum(self.documents["zarr.json"])
 
-    def document(self, name: str) -> bytes:
-        """Return the content of a small document.
+    def document(self, name: str) -> bytes | None:
+        """Return the content of a small document; ``None`` if there is no such document.
 
         Raises:
-            FileNotFoundError: there is no such document.
             DamagedCheckpointError: there is no such document, but the commit names it.
             StorageError: the store failed.
         """
@@ -139,10 +138,8 @@ class StoredCheckpoint:
             data = self.location.read_if_there(name, root.file_bytes.get(name) if root else None)
         if name == "zarr.json":
             self._seen = _checksum(data)
-        if data is None:
-            if name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
-                self.check_file(name, None)
-            raise FileNotFoundError(f"{self.location.url}/{name}")
+        if data is None and name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
+            self.check_file(name, None)
         return data
 
     def require_unchanged(self) -> None:
@@ -198,14 +195,11 @@ class StoredCheckpoint:
                 the checkpoint has a root document of shardstore, and the document is missing or
                 lacks the attributes of shardstore.
         """
-        url = f"{self.location.url}/zarr.json"
-        try:
-            text = self.document("zarr.json")
-        except FileNotFoundError:
+        if (text := self.document("zarr.json")) is None:
             self._require_other_layout("is missing from")
             return None
         with collector_paused():
-            root = parse_root(text, url)
+            root = parse_root(text, f"{self.location.url}/zarr.json")
         if root.format_version is None:
             self._require_other_layout("has no attributes of shardstore, in")
         return root
@@ -214,9 +208,9 @@ class StoredCheckpoint:
         """Raise :class:`DamagedCheckpointError` if ``metadata.json`` says that the checkpoint has a
         root document of shardstore. ``found`` is the actual state, for the error text."""
         try:
-            config = json.loads(self.document(CONFIG_NAME))
+            config = json.loads(self.document(CONFIG_NAME) or b"{}")
             layout = config["sharded_backend"], config["sharded_backend_version"]
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return
         if layout == LAYOUT:
             self.require_unchanged()
@@ -331,9 +325,7 @@ class StoredCheckpoint:
     @unlocked_property
     def manifest(self) -> Manifest | None:
         """The manifest; ``None`` if the checkpoint has none."""
-        try:
-            data = self.document(MANIFEST_NAME)
-        except FileNotFoundError:
+        if (data := self.document(MANIFEST_NAME)) is None:
             return None
         from shardstore.storage.format.manifest import Manifest
 

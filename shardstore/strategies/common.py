@@ -144,14 +144,12 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         """
         stored = context_of(checkpoint_dir).stored
         url = f"{stored.location.url}/{COMMON_STATE_FNAME}"
-        try:
-            data = stored.document(COMMON_STATE_FNAME)
-        except FileNotFoundError:
+        if (data := stored.document(COMMON_STATE_FNAME)) is None:
             raise NotACheckpointError(
                 f"{url} is missing: this is not a complete checkpoint; it holds "
                 f"{stored.location.listing()[:8]}",
                 url=url,
-            ) from None
+            )
         stored.check_file(COMMON_STATE_FNAME, data)
         loaded = load_bytes(data, url)
         if not isinstance(loaded, dict):
