@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -105,6 +106,16 @@ def test_frozen_when_scheduled() -> None:
     assert not request.is_frozen
     with pytest.raises(RuntimeError, match="frozen"):
         frozen.add_finalize_fn(lambda: None)
+
+
+def test_a_request_of_another_class_is_finalised_in_the_same_way() -> None:
+    """It has the fields of a request, and no methods."""
+    log: list[str] = []
+    kind = namedtuple("kind", AsyncRequest._fields)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(kind(*_request(log, "a")))  # type: ignore[arg-type]
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert log == ["a", "a final"]
 
 
 def test_failure_surfaces_at_the_poll_and_the_next_call_goes_on() -> None:

@@ -62,6 +62,14 @@ def test_keys_with_slashes_of_the_old_layout_are_found_in_their_folders(tmp_path
     assert torch.equal(shardstore.load(wanted, tmp_path / "c")["x"], torch.arange(6.0))
 
 
+def test_a_stored_dict_stays_a_dict_where_a_list_is_given(tmp_path: Path) -> None:
+    stored = {0: 5, 3: 6}
+    shardstore.save({**_state(), "common": stored}, tmp_path / "c")
+    loaded = shardstore.load({**_state(), "common": [torch.ones(1)]}, tmp_path / "c")
+    assert isinstance(loaded, dict)
+    assert loaded["common"] == stored
+
+
 def test_a_file_is_said_to_be_no_folder(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     with pytest.raises(shardstore.CheckpointingException, match="is a file"):
