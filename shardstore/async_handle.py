@@ -96,7 +96,7 @@ def async_save(
     """
     global _latest
 
-    def prepared() -> Part:
+    def prepared(claims: bool) -> Part:
         if _error is not None:
             raise _error
         if when_busy not in ("wait", "refuse"):
@@ -122,6 +122,7 @@ def async_save(
             checkpoint_dir,
             chosen,
             save_strategies(sharded_strategy, common_strategy),
+            claims=claims,
             background=RANKS_PURPOSE,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,

@@ -14,6 +14,7 @@ import torch
 
 from shardstore.errors import StructureError
 from shardstore.mapping import ShardedBase
+from shardstore.values.record import LIST_LENGTH
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys and positions that lead to a value in nested dicts and lists."""
@@ -181,6 +182,20 @@ def nested_items_iter(
             yield x, key, value
 
 
+def empty_places(x: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield the path of every empty dict and list inside of nested dicts and lists."""
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(value, _NESTED):
+            if not value:
+                yield (*path, key)
+            yield from empty_places(value, (*path, key))
+
+
+def dotted(path: Path) -> str:
+    """Return the name of a path: its keys and positions, joined by dots."""
+    return ".".join(map(str, path))
+
+
 def leaves(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield every value of nested dicts, lists and tuples, with its path.
 
@@ -241,21 +256,35 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
     return f(x)
 
 
-def ordered_like(asked: Any, found: Any) -> Any:
-    """Return ``found`` with the keys of its nested dicts in the order of ``asked``.
+def shaped_like(asked: Any, found: Any) -> Any:
+    """Return ``found`` in the shape of ``asked``.
 
-    Keys that ``asked`` lacks come last. A plain dict becomes a dict of the class that ``asked`` has
-    at its place.
+    Nested dicts have the keys in the order of ``asked``, then those that only ``found`` has. A
+    plain dict becomes a dict of the class that ``asked`` has at its place. A dict that stands for a
+    list (:data:`LIST_LENGTH`) becomes the list. Dicts and lists of ``asked`` without values come
+    back empty where ``found`` has nothing.
     """
-    if isinstance(asked, list) and isinstance(found, list) and len(asked) == len(found):
-        return [ordered_like(one, other) for one, other in zip(asked, found, strict=True)]
-    if not isinstance(asked, dict) or not isinstance(found, dict):
+    if not isinstance(found, _NESTED):
         return found
-    ordered = empty_like(asked if type(found) is dict else found)
-    for key in dict.fromkeys((*asked, *found)):
-        if key in found:
-            ordered[key] = ordered_like(asked.get(key), found[key])
-    return ordered
+    is_list = isinstance(found, list) or LIST_LENGTH in found
+    have = dict(enumerate(found)) if isinstance(found, list) else found
+    at: dict[Any, Any] = {}
+    if isinstance(asked, list if is_list else dict):
+        at = dict(enumerate(asked)) if isinstance(asked, list) else asked
+    empty = {key for key, value in at.items() if key not in have and _is_empty(value)}
+    if is_list:
+        positions = sorted(empty.union(key for key in have if key != LIST_LENGTH))
+        return [shaped_like(at.get(i), have.get(i, at.get(i))) for i in positions]
+    shaped = empty_like(asked if isinstance(asked, dict) and type(found) is dict else found)
+    for key in dict.fromkeys((*at, *have)):
+        if key in have or key in empty:
+            shaped[key] = shaped_like(at.get(key), have.get(key, at.get(key)))
+    return shaped
+
+
+def _is_empty(x: Any) -> bool:
+    """Return whether ``x`` is a dict or list without values."""
+    return isinstance(x, _NESTED) and next(nested_values(x), x) is x
 
 
 def merge(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:
@@ -272,17 +301,43 @@ def merge(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:
     Raises:
         ValueError: both have a value at the same place, or their structures do not match.
     """
+    if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
+        raise StructureError(
+            f"lists of {len(x1)} and {len(x2)} elements at {key} cannot be merged; "
+            "merging needs equal lengths"
+        )
+    return _merged(x1, x2, key, merge)
+
+
+def united(x1: Any, x2: Any, key: tuple[int | str, ...] = ()) -> Any:
+    """Do what :func:`merge` does, with lists of any lengths, and with dicts that stand for lists
+    (:data:`LIST_LENGTH`). The result may be such a dict."""
+    if isinstance(x1, list) and isinstance(x2, list):
+        common = min(len(x1), len(x2))
+        x1 += x2[common:]
+        return _merged(x1, x2[:common], key, united)
+    if isinstance(x1, list) and isinstance(x2, dict) and LIST_LENGTH in x2:
+        x1 = {**dict(enumerate(x1)), LIST_LENGTH: len(x1)}
+    if isinstance(x2, list) and isinstance(x1, dict) and LIST_LENGTH in x1:
+        x2 = {**dict(enumerate(x2)), LIST_LENGTH: len(x2)}
+    return _merged(x1, x2, key, united)
+
+
+def _merged(x1: Any, x2: Any, key: tuple[Any, ...], inner: Callable[[Any, Any, Any], Any]) -> Any:
+    """Merge ``x2`` into ``x1``; ``inner`` merges what both have at a place."""
     if isinstance(x1, dict) and isinstance(x2, dict):
+        if (LIST_LENGTH in x1) != (LIST_LENGTH in x2):
+            names = [k for k in (*x1, *x2) if k != LIST_LENGTH and not isinstance(k, int)]
+            if names:
+                raise StructureError(f"at {key} a list cannot be merged with a dict of {names[:4]}")
         for k, value in x2.items():
-            x1[k] = merge(x1[k], value, (*key, k)) if k in x1 else value
+            if k == LIST_LENGTH:
+                x1[k] = max(value, x1.get(k, 0))
+            else:
+                x1[k] = inner(x1[k], value, (*key, k)) if k in x1 else value
     elif isinstance(x1, list) and isinstance(x2, list):
-        if len(x1) != len(x2):
-            raise StructureError(
-                f"lists of {len(x1)} and {len(x2)} elements at {key} cannot be merged; "
-                "merging needs equal lengths"
-            )
         for i, value in enumerate(x2):
-            x1[i] = merge(x1[i], value, (*key, i))
+            x1[i] = inner(x1[i], value, (*key, i))
     else:
         raise StructureError(
             f"both sides of a merge have a value at {key}: {x1!r} and {x2!r}; "

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast
 
 import torch
 
+from shardstore.dict_utils import shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import CONTENT_METADATA_KEY, find_strategies, opened
@@ -121,7 +122,7 @@ def save(
         RanksError: another rank failed, or did not answer in time.
     """
 
-    def prepared() -> Part:
+    def prepared(claims: bool) -> Part:
         if async_strategy not in (None, "mcore", "nvrx"):
             raise ArgumentError(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
@@ -132,6 +133,7 @@ def save(
             checkpoint_dir,
             options_of("save", options, validate_access_integrity=validate_access_integrity),
             save_strategies(sharded_strategy, common_strategy),
+            claims=claims,
             background="" if async_sharded_save else None,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
@@ -317,7 +319,9 @@ def load_common_state_dict(
     """
     with opened(checkpoint_dir, storage_options) as context:
         _, common_strategy = find_strategies(context)
-        return common_strategy.load_common(context.stored.location.place)
+        return cast(
+            StateDict, shaped_like({}, common_strategy.load_common(context.stored.location.place))
+        )
 
 
 def load_content_metadata(

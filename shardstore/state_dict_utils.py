@@ -10,7 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from shardstore.coverage import is_empty_range
-from shardstore.dict_utils import Path, dict_list_map_inplace, extract_matching_values, leaves
+from shardstore.dict_utils import (
+    Path,
+    dict_list_map_inplace,
+    dotted,
+    empty_like,
+    extract_matching_values,
+    leaves,
+)
 from shardstore.errors import StructureError
 from shardstore.mapping import (
     CommonStateDict,
@@ -23,6 +30,7 @@ from shardstore.mapping import (
     apply_factories,
 )
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
+from shardstore.values.record import LIST_LENGTH
 
 
 def save_preprocess(
@@ -57,7 +65,7 @@ def save_preprocess(
         # Only this check needs the process group and its modules.
         from shardstore import validation
 
-        compared = validation.comparable(common, preprocess_common_before_consistancy_check)
+        compared = validation.preprocessed(common, preprocess_common_before_consistancy_check)
         _, global_metadata = validation.determine_global_metadata(sharded)
         validation.validate_sharding_integrity(global_metadata, common_state_dict=compared)
     return sharded, common
@@ -78,15 +86,8 @@ def load_preprocess(
         non-persistent local objects; and the factories, without data, for
         :func:`shardstore.mapping.apply_factory_merges` (lists as dicts from index to value).
     """
-
     # Other empty ranges stay, so that lists keep the positions of their elements.
-    wanted, left_out = extract_matching_values(sharded_state_dict, _is_somewhere)
-    if _has_elements(left_out):
-        raise StructureError(
-            "a list in the state dict holds a flattened range of a tensor without elements, which "
-            "no checkpoint holds, so the positions of the other elements are unknown; make it a "
-            "dict"
-        )
+    wanted, _ = extract_matching_values(sharded_state_dict, _is_somewhere)
     factories, _ = extract_matching_values(
         wanted, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
     )
@@ -100,53 +101,70 @@ def load_preprocess(
 
 
 def check_state(state_dict: object) -> None:
-    """Check that a state dict is a dict, and that its nesting ends.
+    """Check that a state dict is a dict of values, and that its nesting ends.
 
     Raises:
-        StructureError: the state dict is no dict, or dicts and lists in it are nested too deeply,
-            as in one that contains itself.
+        StructureError: the state dict is no dict; dicts and lists in it are nested too deeply, as
+            in one that contains itself; or a value is an object that has a state dict itself.
     """
     if not isinstance(state_dict, dict):
         raise StructureError(
             "the state dict must be a dict of tensors and values, not a "
             f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
         )
-    for _ in leaves(state_dict):
-        pass
+    for path, value in leaves(state_dict):
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            name = dotted(path)
+            raise StructureError(
+                f"the value at {name!r} is a {type(value).__name__}, an object that has a state "
+                "dict: put its state_dict() into the state dict, and pass what is loaded there to "
+                "its load_state_dict()",
+                key=name,
+            )
 
 
-def check_lists(x: dict[Any, Any] | list[Any], path: Path = ()) -> frozenset[str]:
-    """Raise an error for lists whose elements hold different kinds of values: sharded, common and
-    local ones, or flattened ranges of tensors without elements.
+def number_lists(x: Any, path: Path = (), *, built: bool) -> tuple[Any, frozenset[str]]:
+    """Return a copy in which lists of different kinds of values are dicts by position.
 
-    The kinds are stored or kept separately, or not at all, without their positions in the list, so
-    a load could not rebuild such a list.
+    The kinds are sharded, common and local values. They are stored or kept separately, so the
+    positions of such a list would be lost. The dict stands for the list, see
+    :data:`~shardstore.dict_utils.LIST_LENGTH`.
 
     Args:
-        x: the nested state dict of a save, with its factories built.
-        path: path of ``x`` in the whole state dict, for the error text.
+        x: nested dicts and lists of a state dict.
+        path: path of ``x`` in the whole state dict, for error texts.
+        built: whether the factories are built.
 
     Returns:
-        The kinds of values in ``x``.
+        The copy, and the kinds of values in ``x``.
 
     Raises:
-        StructureError: ``x`` holds such a list, a tuple with a sharded value, or a factory, which
-            another factory has built.
+        StructureError: ``x`` holds a tuple with a sharded value, a factory that another factory has
+            built, or a list with a flattened range of a tensor without elements, which no
+            checkpoint holds.
     """
-    found = []
-    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-        if isinstance(value, dict | list):
-            found.append(check_lists(value, (*path, key)) or frozenset({"common"}))
-        else:
-            found.append(frozenset({_kind(value, ".".join(map(str, (*path, key))))}))
-    kinds = frozenset[str]().union(*found)
-    if isinstance(x, list) and ("empty" in kinds or any(one != kinds for one in found)):
-        held = ", ".join(" and ".join(sorted(one)) for one in found[:8])
-        raise StructureError(
-            f"the list at {'.'.join(map(str, path)) or 'the top'} mixes kinds of values ({held}), "
-            "and a load could not rebuild it; make it a dict"
-        )
-    return kinds
+    if not isinstance(x, dict | list):
+        return x, frozenset({_kind(x, dotted(path), built)})
+    items = x.items() if isinstance(x, dict) else enumerate(x)
+    found = [(key, *number_lists(value, (*path, key), built=built)) for key, value in items]
+    kinds = frozenset[str]().union(*(kinds for *_, kinds in found))
+    if isinstance(x, list):
+        if "empty" in kinds:
+            raise StructureError(
+                f"the list at {'.'.join(map(str, path)) or 'the top'} holds a flattened range of a "
+                "tensor without elements, which no checkpoint holds, so that the positions of the "
+                "other elements are unknown; make it a dict"
+            )
+        values = [value for _, value, _ in found]
+        if all(one == kinds for *_, one in found):
+            return values, kinds or frozenset({"common"})
+        # A load keeps its own lengths, because the stored lists may be others.
+        length = len(values) if built else LocalNonpersistentObject(len(values))
+        return {**dict(enumerate(values)), LIST_LENGTH: length}, kinds | {"common"}
+    numbered = empty_like(x)
+    for key, value, _ in found:
+        numbered[key] = value
+    return numbered, kinds or frozenset({"common"})
 
 
 def _is_somewhere(value: object) -> bool:
@@ -156,21 +174,14 @@ def _is_somewhere(value: object) -> bool:
     return not is_empty_range(value)
 
 
-def _has_elements(x: object) -> bool:
-    """Return whether nested dicts and lists hold a list that is not empty."""
-    if isinstance(x, dict):
-        return any(map(_has_elements, x.values()))
-    return isinstance(x, list) and bool(x)
-
-
-def _kind(value: object, name: str) -> str:
+def _kind(value: object, name: str, built: bool) -> str:
     if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
         raise StructureError(
             f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by one "
             "rank; make it a list",
             key=name,
         )
-    if isinstance(value, ShardedTensorFactory):
+    if built and isinstance(value, ShardedTensorFactory):
         raise StructureError(
             f"a factory built the factory at {name!r}, and factories are built once; let it build "
             "sharded tensors",

@@ -23,6 +23,7 @@ from shardstore.dict_utils import (
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import gathered, group_rank, group_size
 from shardstore.errors import (
+    AccessPatternError,
     ArgumentError,
     CheckpointingException,
     FormatVersionError,
@@ -199,12 +200,17 @@ def compare_keys(
     return sharded_state_dict, missing, unexpected
 
 
-def comparable(
+def preprocessed(
     common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
 ) -> StateDict:
-    """Return the common values to compare: a copy, passed through ``preprocess`` if given."""
-    if preprocess is not None:
-        common = preprocess(dict_list_map_outplace(lambda value: value, common))
+    """Return the common values that are compared: those that ``preprocess`` returns for a copy."""
+    if preprocess is None:
+        return common
+    return preprocess(dict_list_map_outplace(lambda value: value, common))
+
+
+def comparable(common: StateDict) -> StateDict:
+    """Return common values with their tensors in host memory."""
     return cast(StateDict, dict_list_map_outplace(_on_host, common))
 
 
@@ -229,8 +235,14 @@ def pickled(common: StateDict) -> bytes:
         raise
 
 
-def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
-    """Log differences between this rank's common values and the coordinator's, given as bytes."""
+def compare_common(
+    mine: StateDict, of_coordinator: bytes, rank: int, *, equal: bool = False
+) -> None:
+    """Log differences between this rank's common values and the coordinator's, given as bytes.
+
+    Raises:
+        AccessPatternError: they differ, and must be ``equal``.
+    """
     try:
         only_on_0, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
@@ -239,11 +251,14 @@ def compare_common(mine: StateDict, of_coordinator: bytes, rank: int) -> None:
         )
         return
     if only_on_0 or only_here or mismatched:
-        logger.warning(
+        text = (
             f"The common values of rank {rank} differ from those of rank 0, which are saved. "
             f"Only on rank 0: {only_on_0}; only on rank {rank}: {only_here}; "
             f"different: {mismatched}"
         )
+        if equal:
+            raise AccessPatternError(f"replicas='equal': {text}", rank=rank)
+        logger.warning(text)
 
 
 def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
@@ -423,7 +438,7 @@ def validate_sharding_integrity(
     if common_state_dict is not None and group_size(None) > 1:
         mine, said = Ranks.current().step(
             "comparing the common values with those of rank 0",
-            lambda: comparable(common_state_dict, None),
+            lambda: comparable(common_state_dict),
             lambda mine: b"" if rank else pickled(mine),
             lambda reports: reports[0],
         )

@@ -32,7 +32,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -384,4 +384,4 @@ class ShardstoreTarget(Target):
 
 def _record(extras: Extras) -> dict[str, Any]:
     files = sorted(key.rpartition("/")[0] for key in extras.objects)
-    return StateRecord(extras.record.paths, extras.record.values, files).to_json()
+    return replace(extras.record, files=files).to_json()

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from shardstore.dcp.files import tensor_metadata
+from shardstore.dict_utils import dotted, empty_places
 from shardstore.errors import CheckpointingException, KeyNameError
 from shardstore.loading.context import LoadContext, using
 from shardstore.loading.plan import assemble, plan_reads, require_cast, require_writable
@@ -38,7 +39,7 @@ from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.validation import verify_checkpoint_and_load_strategy
-from shardstore.values.record import StatePath, StateRecord
+from shardstore.values.record import LIST_LENGTH, StatePath, StateRecord
 from shardstore.values.torch_values import dump_bytes
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,11 @@ class StorageReader(Placed, DcpStorageReader):
                     len(both),
                     ", ".join(map(repr, both[:8])),
                 )
-            flat = {key: value for key, value in flat.items() if key not in stored.arrays}
+            flat = {
+                key: value
+                for key, value in flat.items()
+                if key not in stored.arrays and paths[key][-1] != LIST_LENGTH
+            }
             for key, value in flat.items():
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                     self._tensors[key] = value
@@ -260,6 +265,15 @@ class StorageReader(Placed, DcpStorageReader):
         """
         assert self._stored is not None
         arrays, url = self._stored.arrays, self.checkpoint_id
+        for path in empty_places(getattr(planner, "original_state_dict", {})):
+            name = dotted(path)
+            below = [key for key in (*arrays, *self._values) if key.startswith(f"{name}.")]
+            if below:
+                logger.warning(
+                    "the state dict is empty at %r, where %s has %d entries, such as %r; DCP loads "
+                    "none of them. Make the values first, then load into them",
+                    *(name, url, len(below), below[0]),
+                )
         targets: list[tuple[ReadItem, torch.Tensor]] = []
         wanted: list[ShardedTensor] = []
         for item in plan.items:

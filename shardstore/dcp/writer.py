@@ -13,7 +13,8 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Unpack
@@ -43,7 +44,15 @@ from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, require_bool
 from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
-from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
+from shardstore.values.record import (
+    BACKEND,
+    MEMBER,
+    VERSION,
+    StatePath,
+    StateRecord,
+    as_text,
+    is_long,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +164,28 @@ def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
             "cached plan (enable_plan_caching=False)",
             key=missing[0],
         )
-    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    return StateRecord({key: tuple(path) for key, path in paths.items()}, values, sorted(files))
+    planned = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    paths = {key: tuple(path) for key, path in planned.items()}
+    return StateRecord(paths, values, sorted(files), _lists(paths, tensors))
+
+
+def _lists(paths: Mapping[str, StatePath], tensors: Container[str]) -> list[StatePath]:
+    """Return the paths of the lists with elements that are not values: tensors, and what DCP leaves
+    out. A number in one of DCP's paths is a position in a list."""
+    positions: defaultdict[StatePath, set[int]] = defaultdict(set)
+    with_tensors = set[StatePath]()
+    for key, path in paths.items():
+        for i, name in enumerate(path):
+            if isinstance(name, int):
+                if key in tensors:
+                    with_tensors.add(path[:i])
+                else:
+                    positions[path[:i]].add(name)
+    return [
+        path
+        for path, found in positions.items()
+        if path in with_tensors or found != set(range(len(found)))
+    ]
 
 
 def _joined(chunk: CutChunk) -> ChunkWrite:

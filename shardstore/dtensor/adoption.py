@@ -4,11 +4,11 @@
 
 - A **DTensor** in nested dicts and lists is a sharded tensor. Its key is its path of dict keys and
   list positions, joined by dots (``model.layers.0.weight``).
-- A **plain tensor** is a common value, and rank 0's is saved, as in ``core.dist_checkpointing``. If
-  the state dict holds DTensors, a plain tensor is an array too, and must be equal on all ranks of
-  the DTensors' meshes. A load also fills a plain tensor from the array stored under its path if the
-  state dict has no sharded types; so a checkpoint of FSDP2 loads into an unsharded model.
-- All other values are common values.
+- A **plain tensor** is an array too, if the state of any rank holds DTensors, or if the ranks hold
+  different tensors and none of Megatron-Core's types. Otherwise it is a common value. A load also
+  fills a plain tensor from the array stored under its path if the state dict has no sharded types;
+  so a checkpoint of FSDP2 loads into an unsharded model.
+- All other values are common values, see :mod:`shardstore.saving.plain`.
 
 :func:`shard` makes a sharded tensor of every tensor. DTensors are loaded in place.
 :mod:`~shardstore.dtensor.layout` cuts a DTensor into shards, and decides which rank writes a shard
@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from shardstore.dict_utils import Path, empty_like, leaves
+from shardstore.dict_utils import Path, dotted, empty_like, leaves
 from shardstore.distributed.groups import group_rank, group_size
 from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
@@ -58,12 +57,22 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
     return _adopt(state_dict).state
 
 
-def adopt_for_save(state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Return the state dict with DTensors as sharded tensors; itself if it has none."""
-    return shard(state_dict) if _dtensors(state_dict) else state_dict
+def adopt_for_save(state_dict: ShardedStateDict, *, claims: bool = False) -> Adopted:
+    """Return the state dict with DTensors as sharded tensors, and plain tensors too if it has any.
+
+    Args:
+        state_dict: the state dict of the save.
+        claims: make sharded tensors of the plain tensors in any case, for ranks that hold different
+            ones.
+    """
+    if not claims and not _dtensors(state_dict):
+        return Adopted(state_dict)
+    return _adopt(state_dict, claims=claims)
 
 
-def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[str]]) -> Adopted:
+def adopt_for_load(
+    state_dict: ShardedStateDict, stored: Callable[[], Container[str]]
+) -> ShardedStateDict:
     """Return the state dict with the tensors that are loaded from arrays as sharded tensors.
 
     Args:
@@ -71,13 +80,8 @@ def adopt_for_load(state_dict: ShardedStateDict, stored: Callable[[], Container[
         stored: returns the keys of the stored arrays; called only if there are plain tensors.
     """
     if not needs_adoption(state_dict):
-        return Adopted(state_dict)
-    return _adopt(state_dict, stored())
-
-
-def keys_of_plain(state_dict: StateDict) -> frozenset[str]:
-    """Return the keys that the plain tensors of a state dict have if it also holds DTensors."""
-    return frozenset(_key(path) for path, value in leaves(state_dict) if _is_plain(value))
+        return state_dict
+    return _adopt(state_dict, stored(), claims=True).state
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:
@@ -94,27 +98,13 @@ class Adopted:
 
     Attributes:
         state: the sharded state dict.
-        lists: paths of lists that became dicts, because they hold both tensors and other values.
+        plain: path -> plain tensor that became an array.
+        adoption: whether plain tensors became arrays, and which rank has the main replica.
     """
 
     state: ShardedStateDict
-    lists: dict[Path, int] = field(default_factory=dict)
-
-    def restore(self, loaded: StateDict) -> StateDict:
-        """Convert the dicts back to lists in a loaded state dict."""
-        for path in sorted(self.lists, key=len, reverse=True):
-            place: Any = loaded
-            with suppress(LookupError):  # the list may have only keys that were left out
-                for name in path[:-1]:
-                    place = place[name]
-                found = place[path[-1]]
-                if isinstance(found, dict):
-                    place[path[-1]] = [found[i] for i in range(self.lists[path]) if i in found]
-        return loaded
-
-
-def _key(path: Path) -> str:
-    return ".".join(map(str, path))
+    plain: dict[Path, torch.Tensor] = field(default_factory=dict)
+    adoption: Literal["no", "rank 0", "lowest"] = "no"
 
 
 def _is_plain(value: Any) -> bool:
@@ -132,19 +122,22 @@ def _dtensors(state: Any) -> list[DTensor]:
     return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
 
 
-def _adopt(state: Any, stored: Container[str] | None = None) -> Adopted:
-    """Convert a state dict; for a load, with the keys of the stored arrays."""
+def _adopt(state: Any, stored: Container[str] | None = None, *, claims: bool = False) -> Adopted:
+    """Convert a state dict; for a load, with the keys of the stored arrays.
+
+    With ``claims``, or if the meshes do not contain all ranks, the lowest rank that holds a plain
+    tensor has its main copy. Otherwise rank 0 has it.
+    """
     kind = _dtensor_type()
     rank, world_size = group_rank(None), group_size(None)
     meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
     ranks = {int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()}
-    # Rank 0 has the main copy of a plain tensor, unless the meshes do not contain all ranks.
-    outside = bool(ranks) and len(ranks) < world_size
+    claims = claims or (bool(ranks) and len(ranks) < world_size)
     seen: dict[str, Path] = {}
-    adopted = Adopted({})
+    plain: dict[Path, torch.Tensor] = {}
 
     def key_of(path: Path) -> str:
-        key = _key(path)
+        key = dotted(path)
         if seen.setdefault(key, path) != path:
             raise KeyNameError(
                 f"the tensors at {seen[key]} and {path} would both have the key {key!r}; rename "
@@ -160,25 +153,20 @@ def _adopt(state: Any, stored: Container[str] | None = None) -> Adopted:
                 walked[name] = walk(item, (*path, name))
             return walked
         if isinstance(value, list):
-            items = [walk(item, (*path, i)) for i, item in enumerate(value)]
-            sharded = [isinstance(item, ShardedBase) for _, item in leaves(items)]
-            if all(isinstance(item, ShardedBase) for item in items) or not any(sharded):
-                return items
-            adopted.lists[path] = len(items)
-            return dict(enumerate(items))
+            return [walk(item, (*path, i)) for i, item in enumerate(value)]
         if isinstance(value, tuple) and _dtensors(value):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
                 "tensors, so make it a list",
-                key=_key(path),
+                key=dotted(path),
             )
         if isinstance(value, kind):
             return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
-        if _is_plain(value) and (stored is None or _key(path) in stored):
-            shard_type = ClaimedTensor if outside else ShardedTensor
-            replica_id = 0 if outside else rank
+        if _is_plain(value) and (stored is None or dotted(path) in stored):
+            plain[path] = value
+            shard_type = ClaimedTensor if claims else ShardedTensor
+            replica_id = 0 if claims else rank
             return shard_type.from_rank_offsets(key_of(path), value, replica_id=replica_id)
         return value
 
-    adopted.state = walk(state, ())
-    return adopted
+    return Adopted(walk(state, ()), plain, "lowest" if claims else "rank 0")

@@ -251,16 +251,17 @@ def _claimed(state: ShardedStateDict) -> list[ClaimedTensor]:
 
 def claims(state: ShardedStateDict) -> bytes:
     """Return a report of the main replicas on this rank that ranks outside their meshes may also
-    hold."""
-    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in _claimed(state)])
+    hold, with this rank as their owner."""
+    rank = group_rank(None)
+    return pickle.dumps({_sharded_tensor_shard_id(tensor): rank for tensor in _claimed(state)})
 
 
 def decide_claims(reports: Sequence[bytes]) -> bytes:
-    """Return the lowest rank that holds each shard, from all ranks' :func:`claims`."""
+    """Return the lowest rank that holds each shard, from :func:`claims` or earlier results."""
     owners: dict[_ShardId, int] = {}
-    for rank, report in enumerate(reports):
-        for identity in pickle.loads(report):
-            owners.setdefault(identity, rank)
+    for report in reports:
+        for identity, rank in pickle.loads(report).items():
+            owners[identity] = min(rank, owners.get(identity, rank))
     return pickle.dumps(owners)
 
 

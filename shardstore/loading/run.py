@@ -12,32 +12,42 @@ import logging
 import pickle
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.coverage import check_reports, join_reports, keys_of, report_shards
 from shardstore.dict_utils import (
+    dict_list_map_outplace,
+    dotted,
+    empty_places,
     extract_matching_values,
     leaves,
-    merge,
     nested_values,
-    ordered_like,
+    shaped_like,
+    united,
 )
 from shardstore.distributed.coordinator import GroupRanks, Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
+from shardstore.dtensor.adoption import adopt_for_load, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claims, decide_claims
-from shardstore.errors import ArgumentError, CheckpointingException, RanksError, kind_of_dcp
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    MissingKeyError,
+    RanksError,
+    kind_of_dcp,
+)
 from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer
 from shardstore.mapping import (
+    LocalNonpersistentObject,
     ShardedBase,
     ShardedStateDict,
     ShardedTensorFactory,
@@ -45,7 +55,7 @@ from shardstore.mapping import (
     apply_factory_merges,
 )
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.state_dict_utils import check_state, load_preprocess
+from shardstore.state_dict_utils import check_state, load_preprocess, number_lists
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
@@ -61,6 +71,7 @@ from shardstore.validation import (
     parse_strict_flag,
     validate_sharded_objects_handling,
 )
+from shardstore.values.torch_values import require_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +120,13 @@ class LoadCall:
         """Whether the stored keys are compared with the keys of all ranks together."""
         return StrictHandling.requires_global_app_metadata(self.mode)
 
+    @cached_property
+    def empty_places(self) -> list[str]:
+        """Names of the empty dicts and lists in the state dict, if the keys that all ranks ask for
+        are known."""
+        known = self.validate_access_integrity or self.compares_all
+        return [*map(dotted, empty_places(self.sharded_state_dict))] if known else []
+
     @property
     def device(self) -> torch.device | None:
         """Device of new tensors; ``None``: the host."""
@@ -132,21 +150,23 @@ class _Request:
     """The request of one rank.
 
     Attributes:
-        adopted: the caller's state dict, with DTensors as sharded tensors.
+        state: the caller's state dict, with DTensors as sharded tensors, and with
+            :func:`number_lists`.
         wanted: its sharded tensors and objects.
         nonpersistent, factories: parts that :func:`load_preprocess` splits off.
     """
 
-    adopted: Adopted
+    state: ShardedStateDict
     wanted: ShardedStateDict
     nonpersistent: StateDict
     factories: StateDict
 
     @classmethod
-    def of(cls, adopted: Adopted) -> _Request:
-        """Split an adopted state dict."""
-        wanted, nonpersistent, factories = load_preprocess(adopted.state)
-        return cls(adopted, extract_sharded_base(wanted)[0], nonpersistent, factories)
+    def of(cls, state: ShardedStateDict) -> _Request:
+        """Split a state dict."""
+        state, _ = number_lists(state, built=False)
+        wanted, nonpersistent, factories = load_preprocess(state)
+        return cls(state, extract_sharded_base(wanted)[0], nonpersistent, factories)
 
     def restricted(self, keys: Container[str]) -> _Request:
         """Return the request without tensors, objects and factories of which no key is in
@@ -157,8 +177,7 @@ class _Request:
             parts = [part for _, part in leaves([built]) if isinstance(part, ShardedBase)]
             return bool(parts) and not any(part.key in keys for part in parts)
 
-        _, kept = extract_matching_values(self.adopted.state, is_left_out)
-        return self.of(replace(self.adopted, state=kept))
+        return self.of(extract_matching_values(self.state, is_left_out)[1])
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -205,8 +224,8 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
     with metered("load", location.url, callback) as meter, collector_paused():
         (offered, request), answer = step(
             lambda: _prepare(call, location),
-            lambda prepared: pickle.dumps((_report(call, prepared[1]), prepared[:1])),
-            lambda said: _agree(call, location, said),
+            lambda prepared: pickle.dumps(_report(call, prepared[1], prepared[:1])),
+            lambda said: _agree(call, location, _parsed(said)),
             _joined,
             error=error,
         )
@@ -219,20 +238,21 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
                     watched(lambda: _adopt(call, context)),
                     lambda adopted: claims(adopted.wanted),
                     decide_claims,
+                    decide_claims,
                 )
                 apply_claims(adopted.wanted, owners)
                 _, answer = step(
-                    lambda: _report(call, adopted),
+                    lambda: pickle.dumps(_report(call, adopted)),
                     bytes,
-                    lambda reports: pickle.dumps(_checked(call, reports)),
-                    join_reports,
+                    lambda said: pickle.dumps(_checked(call, _parsed(said))),
+                    _joined,
                 )
                 request, asked = adopted, pickle.loads(answer)
             (read, missing, unexpected), _ = step(
                 watched(lambda: _match(call, context, request, asked))
             )
             loaded, _ = step(watched(read))
-            loaded = cast(StateDict, ordered_like(call.sharded_state_dict, loaded))
+            loaded = cast(StateDict, shaped_like(call.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
         log_event(
@@ -298,7 +318,12 @@ def open_checkpoint(
 def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None]:
     """Check the arguments, and split the state dict unless this needs the stored keys."""
     require_group("replica_group", call.replica_group)
-    check_state(call.sharded_state_dict)
+    state = call.sharded_state_dict
+    check_state(state)
+    if not any(isinstance(value, ShardedBase) for value in nested_values(state)):
+        kept = torch.Tensor | LocalNonpersistentObject
+        values = dict_list_map_outplace(lambda v: None if isinstance(v, kept) else v, state)
+        require_loadable(values, "the value")
     require_bool("validate_access_integrity", call.validate_access_integrity)
     require_bool("verify_integrity", call.verify_integrity)
     require_number("exchange_budget_bytes", call.exchange_budget_bytes)
@@ -311,7 +336,7 @@ def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None
     offered = offer(call.replica_group, call.share_replicas, location)
     if needs_adoption(call.sharded_state_dict):
         return offered, None
-    return offered, _Request.of(Adopted(call.sharded_state_dict))
+    return offered, _Request.of(call.sharded_state_dict)
 
 
 def _adopt(call: LoadCall, context: LoadContext) -> _Request:
@@ -323,52 +348,93 @@ def _adopt(call: LoadCall, context: LoadContext) -> _Request:
     )
 
 
-def _report(call: LoadCall, request: _Request | None) -> bytes:
-    """Return the report of this rank's shards for the coordinator; no bytes if they are not known
-    yet, and a report without shards if none are compared."""
+class _Report(NamedTuple):
+    """The report of one or more ranks about their requests.
+
+    Attributes:
+        shards: report of the shards; no bytes if those of a rank are not known yet, and a report
+            without shards if none are compared.
+        has_empty: whether a rank's :attr:`LoadCall.empty_places` has any.
+        offers: reports about groups that share the reading.
+    """
+
+    shards: bytes
+    has_empty: bool
+    offers: Sequence[Offer] = ()
+
+
+def _report(call: LoadCall, request: _Request | None, offers: Sequence[Offer] = ()) -> _Report:
+    """Return this rank's report."""
     if request is None:
-        return b""
+        return _Report(b"", bool(call.empty_places), offers)
     compared = call.validate_access_integrity or call.compares_all
-    return report_shards(nested_values(request.wanted) if compared else ())
+    shards = report_shards(nested_values(request.wanted) if compared else ())
+    return _Report(shards, bool(call.empty_places), offers)
+
+
+def _parsed(said: Sequence[bytes]) -> list[_Report]:
+    return [pickle.loads(one) for one in said]
 
 
 def _joined(said: Sequence[bytes]) -> bytes:
     """Join the reports of several ranks into one."""
-    reports, offers = zip(*map(pickle.loads, said), strict=True)
-    report = join_reports(reports) if all(reports) else b""
-    return pickle.dumps((report, [one for some in offers for one in some]))
+    reports = _parsed(said)
+    shards = [report.shards for report in reports]
+    joined = _Report(
+        join_reports(shards) if all(shards) else b"",
+        any(report.has_empty for report in reports),
+        [one for report in reports for one in report.offers],
+    )
+    return pickle.dumps(joined)
 
 
-def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
+def _agree(call: LoadCall, location: Location, reports: Sequence[_Report]) -> bytes:
     """Read the documents for all ranks, and check their requests. The coordinator calls it.
 
     Returns:
         Pickled: the checkpoint and its documents; the result of :func:`_checked`, ``None`` if the
         shards of a rank are not known yet; the groups that do not share.
     """
-    reports, offers = zip(*map(pickle.loads, said), strict=True)
-    apart = agree([one for some in offers for one in some], location.url)
+    apart = agree([one for report in reports for one in report.offers], location.url)
     if call.verify_integrity:
         check_integrity(location)
     documents = read_documents(location, DOCUMENTS)
     asked: set[str] | None = None
-    if all(reports):
+    if all(report.shards for report in reports):
         asked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else set()
     return pickle.dumps(((location.url, documents), asked, apart))
 
 
-def _checked(call: LoadCall, reports: Sequence[bytes]) -> set[str]:
+def _checked(call: LoadCall, reports: Sequence[_Report]) -> set[str]:
     """Check that the main replicas of all ranks cover each tensor once.
 
     Returns:
-        The keys of all ranks if they are compared with the stored keys, else an empty set.
+        The keys of all ranks if a rank compares them with the stored keys, else an empty set.
     """
+    shards = [report.shards for report in reports]
     if call.validate_access_integrity:
-        check_reports(reports)
-    return keys_of(reports) if call.compares_all else set()
+        check_reports(shards)
+    compares = call.compares_all or any(report.has_empty for report in reports)
+    return keys_of(shards) if compares else set()
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
+
+
+def _require_nothing_below(call: LoadCall, left: set[str], place: str | Path) -> None:
+    """Raise an error if arrays that no rank asks for (``left``) are stored below an empty dict or
+    list. Common values there are loaded, but an array needs a layout."""
+    for name in call.empty_places:
+        if found := sorted(key for key in left if key.startswith(f"{name}.")):
+            raise MissingKeyError(
+                f"the state dict is empty at {name!r}, where {place} has {len(found)} array(s), "
+                f"such as {found[0]!r}; an empty dict or list does not say under which layout to "
+                "load them. Make the tensors first (an optimizer's by "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave "
+                f"{name!r} out of the state dict",
+                key=found[0],
+                url=str(place),
+            )
 
 
 def _match(
@@ -387,6 +453,8 @@ def _match(
     if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
         found = call.stored_metadata(place, for_tensors, for_common).values()
         stored = {item.key for item in found} - {COMMON_OBJECT}
+    elif call.empty_places:
+        _require_nothing_below(call, set(for_tensors.load_tensors_metadata(place)) - asked, place)
     wanted, missing, unexpected = compare_keys(request.wanted, call.mode, asked, stored)
     if wanted is not request.wanted:
         request = request.restricted({item.key for item in nested_values(wanted)})
@@ -396,15 +464,15 @@ def _match(
     def read() -> StateDict:
         """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
         Merge them with common values, non-persistent objects and factories."""
-        state, tensors = merge(common_state, request.nonpersistent), wanted
+        state, tensors = united(common_state, request.nonpersistent), wanted
         # Objects come first, so that no rank waits in the exchange for a rank that failed to load
         # them.
         with context.together():
             if not for_tensors.can_handle_sharded_objects:
                 validate_sharded_objects_handling(for_tensors, for_common)
                 objects, tensors = extract_sharded_objects(tensors)
-                state = merge(state, for_common.load_sharded_objects(objects, place))
-        state = merge(state, for_tensors.load(tensors, place))
-        return request.adopted.restore(apply_factory_merges(state, request.factories))
+                state = united(state, for_common.load_sharded_objects(objects, place))
+        state = united(state, for_tensors.load(tensors, place))
+        return apply_factory_merges(state, request.factories)
 
     return read, missing, unexpected

@@ -241,7 +241,7 @@ class CheckpointManager:
         preprocess = given.pop("preprocess_common_before_consistancy_check", None)
         content = given.pop("content_metadata", None)
 
-        def prepared() -> Part:
+        def prepared(claims: bool) -> Part:
             if error is not None:
                 raise error
             return prepare(
@@ -249,6 +249,7 @@ class CheckpointManager:
                 place.place,
                 options_of("save", given, validate_access_integrity=validate),
                 save_strategies(*strategies),
+                claims=claims,
                 preprocess=preprocess,
                 content_metadata=content,
             )

@@ -17,10 +17,18 @@ from shardstore.dtensor.adoption import adopt_for_save
 from shardstore.dtensor.layout import apply_claims
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.loading.context import CONTENT_METADATA_KEY
-from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
+from shardstore.mapping import (
+    CommonStateDict,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    StateDict,
+    apply_factories,
+)
+from shardstore.saving.plain import PlainValues
 from shardstore.saving.replicas import copies_of
 from shardstore.saving.session import Part, SaveSession
-from shardstore.state_dict_utils import check_lists, check_state, save_preprocess
+from shardstore.state_dict_utils import check_state, number_lists, save_preprocess
 from shardstore.storage.commit.publish import About
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import SaveOptions, require_bool
@@ -32,18 +40,23 @@ from shardstore.strategies.base import (
     SaveShardedStrategy,
 )
 from shardstore.utils import extract_sharded_objects
-from shardstore.validation import comparable, compare_common, validate_sharded_objects_handling
+from shardstore.validation import (
+    comparable,
+    compare_common,
+    preprocessed,
+    validate_sharded_objects_handling,
+)
 
 
 def run_save(
-    place: str | Path, prepared: Callable[[], Part]
+    place: str | Path, prepared: Callable[[bool], Part]
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
     Args:
         place: the target as the caller gave it, for error texts.
-        prepared: returns this rank's part of the save, see :func:`prepare`. Every rank raises its
-            error.
+        prepared: returns this rank's part of the save, see :func:`prepare`; its argument is
+            ``claims``. Every rank raises its error.
 
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
@@ -59,6 +72,7 @@ def prepare(
     options: SaveOptions,
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy],
     *,
+    claims: bool = False,
     background: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
@@ -67,6 +81,7 @@ def prepare(
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Args:
+        claims: see :func:`adopt_for_save`.
         background: see :class:`Part`.
 
     :func:`shardstore.save` describes the other arguments.
@@ -89,9 +104,11 @@ def prepare(
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
             "async_sharded_save out or use another strategy"
         )
-    state_dict = adopt_for_save(given_state)
+    has_shards = any(isinstance(value, ShardedBase) for value in nested_values(given_state))
+    adopted = adopt_for_save(given_state, claims=claims)
+    apply_factories(adopted.state)
+    state_dict, _ = number_lists(adopted.state, built=True)
     sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
-    check_lists(state_dict)  # now with what the factories built
     attributes = {}
     if content_metadata is not None:
         if CONTENT_METADATA_KEY in sharded or not isinstance(
@@ -118,15 +135,15 @@ def prepare(
             attributes=attributes,
         ),
         base=base,
-        adopts=state_dict is not given_state,
         background=background,
         verify_integrity=verify_integrity,
     )
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
         part.copies = copies_of(nested_values(state_dict), objects=noted)
-        if group_size(None) > 1:
-            part.compared = comparable(common, preprocess)
+    if group_size(None) > 1:
+        compared = preprocessed(common, preprocess) if options.validate_access_integrity else None
+        part.plain = PlainValues(common, adopted.plain, compared, has_shards, adopted.adoption)
     return part
 
 
@@ -142,7 +159,9 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     meets = getattr(innermost, "meets_to_plan", None)
     session.plans = meets == "always" or (meets == "layouts" and session.plans)
     if agreed.common and not session.ranks.is_coordinator:
-        compare_common(part.compared, agreed.common, session.ranks.rank)
+        equal = session.options.replicas == "equal"
+        mine = comparable((part.plain and part.plain.compared) or {})
+        compare_common(mine, agreed.common, session.ranks.rank, equal=equal)
     tensors, objects = part.sharded, None
     apply_claims(tensors, agreed.owners)
     if not sharded_strategy.can_handle_sharded_objects:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,13 +30,14 @@ from shardstore.coverage import (
     not_alone,
     report_shards,
 )
+from shardstore.dict_utils import Path
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.adoption import keys_of_plain
 from shardstore.dtensor.layout import claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
-from shardstore.saving import replicas
+from shardstore.saving import plain, replicas
+from shardstore.saving.plain import PlainValues
 from shardstore.saving.replicas import Offer
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints
@@ -54,7 +55,7 @@ from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from shardstore.utils import sharded_tensors_of
-from shardstore.validation import pickled
+from shardstore.validation import comparable, pickled
 
 if TYPE_CHECKING:
     from shardstore.saving.execute import Staging
@@ -76,12 +77,11 @@ class Part:
         options: options of the save.
         sharded: tensors and objects, with factories built.
         common: common values.
-        compared: common values that are compared between the ranks; ``None``: they are not.
+        plain: the values that are not sharded, if there are several ranks.
         strategies: the strategies for tensors and for common values.
         about: further content of the root document.
         base: a committed checkpoint whose chunks are reused.
         copies: shards of which the rank holds only copies; an error if no rank writes them.
-        adopts: whether plain tensors of the rank are arrays, because it has DTensors too.
         background: purpose of the connections for the steps of an asynchronous save after planning;
             ``""``: the same ones; ``None``: the save is synchronous.
         verify_integrity: see :func:`shardstore.save`.
@@ -91,12 +91,11 @@ class Part:
     options: SaveOptions
     sharded: ShardedStateDict = field(default_factory=dict)
     common: StateDict = field(default_factory=dict)
-    compared: Any = None
+    plain: PlainValues | None = None
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
     about: About = About(common_backend=None)  # noqa: RUF009 (frozen)
     base: Location | None = None
     copies: Sequence[str] = ()
-    adopts: bool = False
     background: str | None = None
     verify_integrity: bool = False
 
@@ -105,13 +104,18 @@ class Part:
         """The tensors in :attr:`sharded`."""
         return sharded_tensors_of(self.sharded)
 
+    def unite(self, reports: Sequence[bytes]) -> None:
+        """Add the values that only other ranks hold, see :meth:`PlainValues.unite`."""
+        assert self.plain is not None
+        self.plain.unite(reports, self.target.url, equal=self.options.replicas == "equal")
+
 
 class _Opening(NamedTuple):
     """A rank's report at the beginning of a save."""
 
     place: str
     needs_layouts: bool
-    adopts: bool
+    plain: plain.Report | None
     copies: bytes
     claims: bytes
     offer: Offer | None
@@ -123,22 +127,23 @@ class Agreement(NamedTuple):
     Attributes:
         attempt_id: ID of the attempt that the coordinator began.
         exchange_layouts: whether any rank has irregular or flattened tensors.
-        common: the coordinator's common state, pickled, for comparison.
+        common: the coordinator's common state, pickled, for comparison, if a rank's state has
+            Megatron-Core's types.
+        digests: the coordinator's :attr:`PlainValues.digests`, if no rank's state has such types
+            and the values of the ranks differ.
         base_documents: documents of the checkpoint whose chunks are reused.
         shares: groups that divide the writing, see :func:`replicas.agree`.
         tellers: ranks that report their copies: the first rank with each set of copies.
-        rank_with_dtensors: the first rank whose state has DTensors, so that its plain tensors are
-            arrays; ``None`` if the coordinator's state has DTensors, or no rank's.
         owners: the writer of each claimed shard, see :func:`decide_claims`.
     """
 
     attempt_id: str
     exchange_layouts: bool
     common: bytes
+    digests: Mapping[Path, bytes] | None
     base_documents: dict[str, bytes] | None
     shares: Mapping[tuple[int, ...], int]
     tellers: Sequence[int]
-    rank_with_dtensors: int | None
     owners: bytes
 
 
@@ -166,8 +171,6 @@ class SaveSession:
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: the commit record (bytes, chunks, seconds); empty before the commit.
         meter: counts for a progress callback.
-        common_keys: on the coordinator, if only other ranks have DTensors: the keys that its plain
-            tensors would have as arrays.
     """
 
     def __init__(self, ranks: Ranks, part: Part, agreed: Agreement, attempt: Attempt) -> None:
@@ -194,51 +197,41 @@ class SaveSession:
         self.plans = agreed.exchange_layouts
         self.staging: Staging | None = None
         self.record: dict[str, Any] = {}
-        self.common_keys: frozenset[str] = frozenset()
-        if ranks.is_coordinator and agreed.rank_with_dtensors is not None:
-            self.common_keys = keys_of_plain(part.common)
         self.planning = f"planning the save to {part.target.url}"
         self._started = perf_counter()
 
     @classmethod
     def begin(
-        cls, ranks: Ranks, place: str | Path, prepare: Callable[[], Part]
+        cls, ranks: Ranks, place: str | os.PathLike[str], prepare: Callable[[bool], Part]
     ) -> tuple[SaveSession, Part]:
         """Agree with all ranks to begin. Every rank calls it and waits for all others.
 
         Args:
             ranks: the ranks of the save.
             place: the target as the caller gave it, for error texts.
-            prepare: returns this rank's part of the save. Every rank raises its error.
+            prepare: returns this rank's part of the save. Every rank raises its error. It is called
+                with ``False``, and then with ``True`` if the ranks hold different plain tensors,
+                which must become arrays.
 
         Raises:
             CheckpointExistsError, StorageError: the attempt cannot begin; raised on every rank.
+            AccessPatternError: the values of two ranks do not fit into one state dict.
             RanksError: another rank failed, or did not answer in time.
         """
-        prepared: list[Part] = []
         begun: list[Attempt] = []  # on the coordinator
-
-        def opening() -> bytes:
-            part = prepare()
-            prepared.append(part)
-            report = _Opening(
-                f"to {part.target.url} with base={part.base and part.base.url}",
-                bool(not_alone(part.tensors)),
-                part.adopts,
-                xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-                claims(part.sharded),
-                replicas.offer(part.tensors, part.options.replica_group),
-            )
-            return pickle.dumps(report)
-
-        def decide(reports: list[bytes]) -> bytes:
-            openings = [pickle.loads(report) for report in reports]
-            return pickle.dumps(_agreed(openings, prepared[0], begun))
-
+        what = f"saving to {shown(place)}"
         try:
-            _, answer = ranks.step(f"saving to {shown(place)}", opening, bytes, decide)
-            agreed: Agreement = pickle.loads(answer)
-            (part,) = prepared
+            part, agreed = cls._agree(ranks, what, partial(prepare, False), begun)
+            if agreed is None:
+                part, agreed = cls._agree(ranks, what, partial(prepare, True), begun)
+            assert agreed is not None
+            if agreed.digests is not None and part.plain is not None:
+                ranks.step(
+                    what,
+                    partial(part.plain.differing, agreed.digests),
+                    bytes,
+                    lambda reports: part.unite(reports),
+                )
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
             session = cls(ranks, part, agreed, attempt)
         except BaseException:
@@ -251,6 +244,37 @@ class SaveSession:
             except Exception as problem:  # raised in the next step of all ranks
                 session.failure = problem
         return session, part
+
+    @staticmethod
+    def _agree(
+        ranks: Ranks, what: str, prepare: Callable[[], Part], begun: list[Attempt]
+    ) -> tuple[Part, Agreement | None]:
+        """Return this rank's part of the save, and the agreement; ``None`` if plain tensors must
+        become arrays first. ``begun`` receives the coordinator's attempt."""
+        prepared: list[Part] = []
+
+        def opening() -> bytes:
+            part = prepare()
+            prepared.append(part)
+            report = _Opening(
+                f"to {part.target.url} with base={part.base and part.base.url}",
+                bool(not_alone(part.tensors)),
+                None if part.plain is None else part.plain.report(),
+                xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
+                claims(part.sharded),
+                replicas.offer(part.tensors, part.options.replica_group),
+            )
+            return pickle.dumps(report)
+
+        def decide(reports: list[bytes]) -> bytes:
+            openings = [pickle.loads(report) for report in reports]
+            told = [opening.plain for opening in openings if opening.plain is not None]
+            if plain.must_claim(told):
+                return pickle.dumps(None)
+            return pickle.dumps(_agreed(openings, prepared[0], begun))
+
+        _, answer = ranks.step(what, opening, bytes, decide)
+        return prepared[0], pickle.loads(answer)
 
     def run(self, work: Callable[[SaveSession], AsyncRequest | None]) -> AsyncRequest | None:
         """Write this rank's part and commit. Every rank calls it and waits for all others.
@@ -441,16 +465,6 @@ class SaveSession:
                 for rank, copies in merged.copies.items():
                     if lost := [key for key in copies if key not in written]:
                         raise replicas.without_main_replica(lost, rank)
-        if both := sorted({meta.key for meta in merged.arrays} & self.common_keys):
-            other = self.agreed.rank_with_dtensors
-            raise AccessPatternError(  # such a key could not be loaded
-                f"the plain tensor {both[0]!r} is common state on rank 0, whose state has no "
-                f"DTensors, and an array on rank {other}, whose state has DTensors ({len(both)} "
-                "such tensor(s)); leave it out of the state of one of the two ranks, or make it a "
-                "ShardedTensor on every rank that has it",
-                key=both[0],
-                rank=other,
-            )
         return merged
 
     def _log_commit(self) -> None:
@@ -488,25 +502,30 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
             "an object store that all of them see",
             url=url,
         )
-    common = b"" if part.compared is None else pickled(part.compared)
+    common, digests = b"", None
+    told = [opening.plain for opening in openings if opening.plain is not None]
+    if part.plain is not None and any(report.has_shards for report in told):
+        if part.plain.compared is not None:
+            common = pickled(comparable(part.plain.compared))
+    elif part.plain is not None and len({report.values for report in told}) > 1:
+        digests = part.plain.digests
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
-    adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
     # The first rank with each set of copies.
     tellers = {one.copies: rank for rank, one in reversed([*enumerate(openings)]) if one.copies}
     return Agreement(
         attempt.id,
         any(opening.needs_layouts for opening in openings),
         common,
+        digests,
         base,
         replicas.agree(opening.offer for opening in openings),
         list(tellers.values()),
-        None if part.adopts else next(adopting, None),
         decide_claims([opening.claims for opening in openings]),
     )
 
 
-def session_of(place: str | Path | Location) -> SaveSession | None:
+def session_of(place: str | os.PathLike[str] | Location) -> SaveSession | None:
     """Return the session whose attempt is written at a place, in this process."""
     return _open.get(Location.of(place).url)
 

@@ -26,6 +26,7 @@ class StepKeywords(TypedDict, total=False):
     compression: str | None
     array_documents: bool
     replica_group: Any
+    replicas: Literal["lowest", "equal"]
     progress: ProgressCallback | Literal["bar"] | None
 
 
@@ -96,6 +97,9 @@ class SaveOptions:
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they divide the chunks by size. If they hold different shards, the main replicas
             write. With a group, ranks that are not the main replica need their data too.
+        replicas: what to do if ranks hold different values at one path of the state dict:
+            ``"lowest"`` saves the value of the lowest rank and logs a warning, ``"equal"`` raises
+            an error. ``validate_access_integrity=False`` compares no values.
         progress: called with a :class:`shardstore.progress.Progress` as this rank's chunks are
             written, from any thread; or ``"bar"``: a bar on standard error, on rank 0 only.
         validate_access_integrity: refuse the commit unless every chunk was written exactly once.
@@ -115,6 +119,7 @@ class SaveOptions:
     compression: str | None = None
     array_documents: bool = True
     replica_group: Any = None
+    replicas: Literal["lowest", "equal"] = "lowest"
     progress: ProgressCallback | Literal["bar"] | None = None
     validate_access_integrity: bool = True
     overlap_staging: bool = False
@@ -131,6 +136,8 @@ class SaveOptions:
                 require_number(option.name, value, none=option.type != "int")
         if self.compression not in (None, "zstd", "blosc"):
             raise ArgumentError(f"compression={self.compression!r} must be 'zstd', 'blosc' or None")
+        if self.replicas not in ("lowest", "equal"):
+            raise ArgumentError(f"replicas={self.replicas!r:.100} must be 'lowest' or 'equal'")
         callback_of(self.progress, shows=False)
 
     def of_strategy(self, strategy: SaveOptions) -> SaveOptions:

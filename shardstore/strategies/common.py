@@ -219,7 +219,8 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
             )
         found = record.StateRecord.from_root(stored.root.attributes, url) or record.StateRecord()
         wanted = {key: ShardedObject(key, None, (1,), (0,)) for key in found.files}
-        return found.nested(url, self.load_sharded_objects(wanted, checkpoint_dir))
+        objects = self.load_sharded_objects(wanted, checkpoint_dir)
+        return found.nested(url, objects, numbered=True)
 
 
 def _read_file(

@@ -182,7 +182,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             sharded=state_dict,
             background="" if carry_out is stage_chunks else None,
         )
-        session, _ = SaveSession.begin(Ranks.current(), place, lambda: part)
+        session, _ = SaveSession.begin(Ranks.current(), place, lambda _: part)
         return session.run(work)
 
     def _plan(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> WritePlan:

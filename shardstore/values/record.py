@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import as_damage
@@ -30,6 +33,10 @@ separate files."""
 MOST_DEEP = 500
 """Largest number of nested dicts and lists around a value."""
 
+LIST_LENGTH = "__shardstore_list__"
+"""Key in a dict that stands for a list, some of whose elements are stored elsewhere: the length of
+the list. The other keys are positions."""
+
 StatePath = tuple[str | int, ...]
 
 
@@ -41,16 +48,19 @@ class StateRecord:
         paths: flat key -> path in the nested state dict; the default path is the key itself.
         values: flat key -> JSON form of a value.
         files: flat keys of the values in separate files.
+        lists: paths of lists that hold tensors and other values.
     """
 
     paths: Mapping[str, StatePath] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     files: Sequence[str] = ()
+    lists: Sequence[StatePath] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the member of the root document."""
         paths = {key: list(path) for key, path in self.paths.items() if path != (key,)}
-        return {"paths": paths, "values": dict(self.values), "files": list(self.files)}
+        record = {"paths": paths, "values": dict(self.values), "files": list(self.files)}
+        return {**record, "lists": [*map(list, self.lists)]} if self.lists else record
 
     @classmethod
     def from_root(cls, attributes: Mapping[str, Any], url: str) -> StateRecord | None:
@@ -65,7 +75,9 @@ class StateRecord:
             return None
         with as_damage(url, f"{url}/zarr.json: the record of the state dict is malformed"):
             paths = {str(key): state_path(path) for key, path in found["paths"].items()}
-            return cls(paths, dict(found["values"]), [str(key) for key in found["files"]])
+            lists = [state_path(path) for path in found.get("lists", ())]
+            files = [str(key) for key in found["files"]]
+            return cls(paths, dict(found["values"]), files, lists)
 
     def value(self, key: str, url: str) -> Any:
         """Return a value by its flat key.
@@ -76,15 +88,15 @@ class StateRecord:
         with as_damage(url, f"{url}/zarr.json: the value of {key!r} cannot be read", key):
             return plain_values.decode(self.values[key])
 
-    def nested(self, url: str, objects: Mapping[str, Any]) -> StateDict:
+    def nested(self, url: str, objects: Mapping[str, Any], *, numbered: bool = False) -> StateDict:
         """Return the nested state dict of all values.
 
-        The record has no tensors. So a list that also held tensors becomes a dict from position to
-        value.
+        The record has no tensors, so a list in :attr:`lists` lacks some elements.
 
         Args:
             url: URL of the checkpoint, for error texts.
             objects: flat key -> value, for the values in files.
+            numbered: return such a list as a dict that stands for it, see :data:`LIST_LENGTH`.
 
         Raises:
             DamagedCheckpointError: a value cannot be decoded, or paths contradict each other.
@@ -99,7 +111,15 @@ class StateRecord:
                 if isinstance(name, int)
             }
             by_path = {self.paths.get(key, (key,)): value for key, value in known.items()}
-            return dict(_nested(by_path, (), mixed))
+            found = dict(_nested(by_path, (), mixed))
+        for path in sorted(self.lists, key=len, reverse=True):
+            with suppress(LookupError, TypeError):  # it has no values
+                place: Any = reduce(getitem, path[:-1], found)
+                by_position = place[path[-1]]
+                length = {LIST_LENGTH: max(by_position) + 1}
+                listed = [by_position[i] for i in sorted(by_position)]
+                place[path[-1]] = {**by_position, **length} if numbered else listed
+        return found
 
 
 def state_path(path: Any) -> StatePath:

@@ -89,7 +89,7 @@ def unfinished_save(
     """A save that wrote everything but its commit, and is never heard of again."""
     part = Part(target=Location.of(url, options), options=SaveOptions(), background="")
     state = {"w": tensor("layer/0.w", torch.full((20, 30), value))}
-    session, _ = SaveSession.begin(Ranks(), url, lambda: part)
+    session, _ = SaveSession.begin(Ranks(), url, lambda _: part)
 
     def write(session: SaveSession) -> None:
         place = session.attempt.location.place

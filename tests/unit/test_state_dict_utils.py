@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardstore
+from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import CheckpointingException, StructureError
 from shardstore.mapping import (
     LocalNonpersistentObject,
@@ -19,11 +20,12 @@ from shardstore.mapping import (
     apply_factory_merges,
 )
 from shardstore.state_dict_utils import (
-    check_lists,
     filter_out_empty_flatten_tensor,
     load_preprocess,
+    number_lists,
     save_preprocess,
 )
+from shardstore.values.record import LIST_LENGTH
 
 DATA = torch.arange(6.0).reshape(2, 3)
 
@@ -144,9 +146,9 @@ def test_what_no_rank_stores_is_no_element_of_a_list(wrap: Callable[[ShardedTens
     nothing = ShardedTensor.from_rank_offsets_flat(
         "e", torch.empty(0), (0, 4), flattened_range=slice(0, 0)
     )
-    for function in (load_preprocess, check_lists):
+    for built in (False, True):
         with pytest.raises(StructureError, match="make it a dict"):
-            function({"l": wrap(nothing)})
+            number_lists({"l": wrap(nothing)}, built=built)
     assert list(load_preprocess({"d": {"e": nothing, "w": tensor("w")}})[0]["d"]) == ["w"]
 
 
@@ -175,28 +177,22 @@ def test_filter_out_empty_flattened() -> None:
 
 
 @pytest.mark.parametrize(
-    "mixed",
+    ("mixed", "sharded", "common"),
     [
-        [tensor("a"), 5],
-        [5, tensor("a"), 6],
-        [{"w": tensor("a")}, {"n": 2}],
-        [{"w": tensor("a"), "n": 1}, 3],
-        [{"w": tensor("a"), "n": 1}, {}],
-        [LocalNonpersistentObject(1), tensor("a")],
-        [5, LocalNonpersistentObject(1)],
-        [{"z": LocalNonpersistentObject(1)}, {"a": tensor("a")}],
-        [{"w": tensor("a")}, {"w": tensor("b"), "n": LocalNonpersistentObject(1)}],
-        [[LocalNonpersistentObject(1)], []],
+        ([tensor("a"), 5], {0: "a"}, {1: 5}),
+        ([{"w": tensor("a")}, {"n": 2}], {0: {"w": "a"}}, {1: {"n": 2}}),
+        ([{"w": tensor("a"), "n": 1}, {}], {0: {"w": "a"}}, {0: {"n": 1}, 1: {}}),
+        ([LocalNonpersistentObject(1), tensor("a")], {1: "a"}, {}),
+        ([[LocalNonpersistentObject(1)], []], None, {1: []}),
     ],
-    ids=[
-        *("beside", "between", "nested", "uneven", "empty"),
-        *("local", "local and common", "local in one", "local too in one", "local and empty"),
-    ],
+    ids=["beside", "nested", "uneven", "local", "local and empty"],
 )
-def test_a_list_that_could_not_be_put_together_again_is_refused(mixed: list[Any]) -> None:
-    """Its parts would come back in other places, or not at all."""
-    with pytest.raises(StructureError, match=r"the list at model\.layers mixes .*make it a dict"):
-        check_lists({"model": {"layers": mixed}})
+def test_a_list_of_several_kinds_keeps_its_positions(mixed: Any, sharded: Any, common: Any) -> None:
+    numbered, _ = number_lists({"layers": mixed}, built=True)
+    parts = save_preprocess(numbered, validate_access_integrity=False)
+    keys = dict_list_map_outplace(lambda shard: shard.key, parts[0])
+    assert keys == ({} if sharded is None else {"layers": sharded})
+    assert parts[1] == {"layers": {**common, LIST_LENGTH: len(mixed)}}
 
 
 def test_lists_of_one_kind_and_of_both_kinds_throughout_are_fine() -> None:
@@ -207,23 +203,30 @@ def test_lists_of_one_kind_and_of_both_kinds_throughout_are_fine() -> None:
         "not kept": [LocalNonpersistentObject(1), LocalNonpersistentObject(2)],
         "all": [{"w": tensor("e"), "n": LocalNonpersistentObject(1)}],
     }
-    assert check_lists(state) == {"sharded", "common", "local"}
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     assert [list(part) for part in sharded["both"]] == [["w"], ["w"]]
     assert common["both"] == [{"n": 1}, {"n": 2}]
 
 
-def test_what_factories_build_in_a_list_is_checked_too(tmp_path: Path) -> None:
-    def factory(build: Callable[[str], Any]) -> ShardedTensorFactory:
-        return ShardedTensorFactory("f", DATA, lambda key, *_: build(key), lambda part: part)
+def test_what_factories_build_in_a_list_keeps_its_position(tmp_path: Path) -> None:
+    def state(build: Callable[[str], Any]) -> dict[str, Any]:
+        made = ShardedTensorFactory("f", DATA, lambda key, *_: build(key), lambda part: part)
+        return {"l": [tensor("w"), made]}
 
-    builders: list[Callable[[str], Any]] = [
-        lambda key: {"a": tensor(key), "b": 5},
-        lambda key: {},
-        lambda key: [tensor(key), 5],
-        lambda key: factory(tensor),
-    ]
-    for build in builders:
-        with pytest.raises(StructureError, match=r"make it a dict|a factory built the factory"):
-            shardstore.save({"l": [tensor("w"), factory(build)]}, tmp_path / "c")
+    builders: dict[Callable[[str], Any], Any] = {
+        lambda key: {"a": tensor(key), "b": 5}: {"a": DATA, "b": 5},
+        lambda key: {}: {},
+        lambda key: [tensor(key), 5]: [DATA, 5],
+    }
+    for build, expected in builders.items():
+        shardstore.save(state(build), tmp_path / "c", overwrite=True)
+        loaded = shardstore.load(state(build), tmp_path / "c")
+        torch.testing.assert_close(loaded, {"l": [DATA, expected]})
+
+
+def test_a_factory_that_builds_a_factory_is_refused(tmp_path: Path) -> None:
+    inner = ShardedTensorFactory("f", DATA, lambda key, *_: tensor(key), lambda part: part)
+    outer = ShardedTensorFactory("f", DATA, lambda *_: inner, lambda part: part)
+    with pytest.raises(StructureError, match="a factory built the factory"):
+        shardstore.save({"l": [tensor("w"), outer]}, tmp_path / "c")
     assert not list(tmp_path.iterdir())

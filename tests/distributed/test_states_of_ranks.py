@@ -1,0 +1,307 @@
+"""What some rank holds is saved, whoever holds it, or refused by key and rank; nothing is dropped."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardstore
+from shardstore import CheckpointManager, ShardedTensor
+from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.dict_utils import dict_list_map_outplace
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import raised, remains
+
+State = dict[str, Any]
+BACKENDS = [("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+
+
+def zeroed(state: State) -> State:
+    """Return the state of a load: new tensors, other values."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return value.clone().zero_()
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+
+    return dict_list_map_outplace(changed, state)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor().tolist()
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def loaded(place: str, state: State) -> State:
+    found = shardstore.load(zeroed(state), place)
+    assert isinstance(found, dict)
+    return dict_list_map_outplace(plain, found)
+
+
+# -- who holds what --------------------------------------------------------------------------------
+
+
+def stages(rank: int, world_size: int) -> State:
+    """Stages of a pipeline with plain tensors, a data loader's state per rank."""
+    return {
+        "model": {f"layer{rank}": torch.full((2, 3), float(rank + 1))},
+        "optim": {"state": {rank: {"exp_avg": torch.full((4,), -float(rank)), "n": 10 + rank}}},
+        f"loader{rank}": {"position": 100 + rank, "seen": [(rank, 1)]},
+        "step": 7,
+    }
+
+
+def beside_dtensors(rank: int, world_size: int) -> State:
+    """DTensors on a mesh of all ranks, plain tensors that one rank holds."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(8.0).reshape(4, 2)
+    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), **stages(rank, world_size)}
+
+
+def only_one_rank_has_dtensors(rank: int, world_size: int) -> State:
+    meshes = [init_device_mesh("cpu", (1,)) if world_size == 1 else None]
+    mesh = meshes[0] or dist.device_mesh.DeviceMesh("cpu", [world_size - 1])
+    state = stages(rank, world_size)
+    if rank == world_size - 1:
+        state["w"] = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    return state
+
+
+def nothing_on_rank_0(rank: int, world_size: int) -> State:
+    return {} if rank == 0 else stages(rank, world_size)
+
+
+HELD: dict[str, Callable[[int, int], State]] = {
+    "stages": stages,
+    "beside DTensors": beside_dtensors,
+    "only one rank has DTensors": only_one_rank_has_dtensors,
+    "nothing on rank 0": nothing_on_rank_0,
+}
+
+
+def _each_way(rank: int, world_size: int, folder: str) -> None:
+    for name, make in HELD.items():
+        wanted = dict_list_map_outplace(plain, make(rank, world_size))
+        for backend in BACKENDS:
+            place = f"{folder}/{name}-{backend[0]}{backend[1]}"
+            shardstore.save(make(rank, world_size), place, backend)
+            check(loaded(place, make(rank, world_size)), wanted, name)
+            assert isinstance(shardstore.load({}, place), dict)
+        shardstore.async_save(make(rank, world_size), f"{folder}/{name}-async").result()
+        check(loaded(f"{folder}/{name}-async", make(rank, world_size)), wanted, name)
+        manager = CheckpointManager(f"{folder}/{name}-steps")
+        manager.save(1, make(rank, world_size))
+        restored = manager.restore(zeroed(make(rank, world_size)))
+        assert restored is not None
+        check(dict_list_map_outplace(plain, restored.state), wanted, name)
+        dcp.save(make(rank, world_size), storage_writer=StorageWriter(f"{folder}/{name}-dcp"))
+        asked = zeroed(make(rank, world_size))
+        dcp.load(asked, storage_reader=StorageReader(f"{folder}/{name}-dcp"))
+        check(dict_list_map_outplace(plain, asked), wanted, name)
+
+
+def check(found: Any, wanted: Any, what: str) -> None:
+    """Check that what the rank holds came back; other ranks' values may be there too."""
+    if isinstance(wanted, dict):
+        for key, value in wanted.items():
+            assert key in found, (what, key, found)
+            check(found[key], value, f"{what}.{key}")
+    else:
+        assert found == wanted, (what, found, wanted)
+
+
+def test_what_any_rank_holds_comes_back(tmp_path: Path) -> None:
+    run_ranks(_each_way, 3, str(tmp_path), timeout_s=280)
+
+
+# -- copies that differ ----------------------------------------------------------------------------
+
+
+def differing(rank: int) -> State:
+    return {
+        "rng": torch.arange(3) + rank,
+        "running_mean": torch.zeros(2),
+        "loss": float(rank),
+        "tags": {"a", "b", "c"},
+        "late": [1] if rank == 0 else [1, torch.ones(1) * rank],
+        "step": 5,
+    }
+
+
+def _differ(rank: int, world_size: int, folder: str, dtensors: bool) -> tuple[str, State, str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    beside = {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])} if dtensors else {}
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("shardstore").addHandler(handler)
+    shardstore.save({**differing(rank), **beside}, f"{folder}/c")
+    state = loaded(f"{folder}/c", {**differing(rank), **beside})
+    log = stream.getvalue()
+    error = raised(
+        lambda: shardstore.save({**differing(rank), **beside}, f"{folder}/d", replicas="equal")
+    )
+    shardstore.save({**differing(0), **beside}, f"{folder}/e", replicas="equal")
+    return log, state, str(error)
+
+
+@pytest.mark.parametrize("dtensors", [False, True], ids=["plain", "beside DTensors"])
+def test_the_lowest_ranks_copy_is_saved_and_the_others_are_named(
+    tmp_path: Path, dtensors: bool
+) -> None:
+    results = run_ranks(_differ, 3, str(tmp_path), dtensors)
+    for rank, (_, state, error) in enumerate(results):
+        assert state["rng"] == [0, 1, 2]
+        assert state["loss"] == 0.0
+        assert state["tags"] == {"a", "b", "c"}
+        assert state["late"] == ([1, [1.0]] if rank else [1])
+        for word in ("replicas='equal'", "'rng' on ranks 1, 2", "'loss' on ranks 1, 2"):
+            assert word in error, error
+        for same in ("running_mean", "tags", "step"):
+            assert same not in error
+    logs = [log for log, *_ in results]
+    assert logs[1:] == ["", ""]
+    assert logs[0].count("\n") == 1
+    for word in ("'rng' on ranks 1, 2", "'late.1' on ranks 2", "ShardedObject", "replicas='equal'"):
+        assert word in logs[0]
+    assert not (tmp_path / "d").exists()
+
+
+# -- states that do not fit together ---------------------------------------------------------------
+
+
+CONFLICTS: list[tuple[State, State, str]] = [
+    ({"x": 5}, {"x": {"y": 6}}, "x"),
+    ({"x": {"y": torch.ones(1)}}, {"x": torch.ones(1)}, "x"),
+    ({"x": 5}, {"x": torch.ones(1)}, "x"),
+    ({"x": [1, 2]}, {"x": {"name": 1}}, "x"),
+    ({"n": 1}, {"n": 1, "bad": {"f": print}}, "bad"),
+]
+
+
+def _conflict(rank: int, world_size: int, place: str) -> list[str]:
+    return [
+        str(raised(lambda pair=pair: shardstore.save(dict(pair[rank]), place)))  # type: ignore[misc]
+        for pair in CONFLICTS
+    ]
+
+
+def test_values_that_do_not_fit_together_are_refused_by_key_and_rank(tmp_path: Path) -> None:
+    for rank, texts in enumerate(run_ranks(_conflict, 2, str(tmp_path / "c"))):
+        for text, (*_, key) in zip(texts, CONFLICTS, strict=True):
+            assert f"'{key}" in text, text
+            assert rank == 1 or "rank 1" in text, text
+    assert remains(tmp_path) == []
+
+
+# -- lists -----------------------------------------------------------------------------------------
+
+
+def _lists(rank: int, world_size: int, folder: str, backend: tuple[str, int]) -> list[Any]:
+    """Lists whose lengths and kinds differ between ranks, with Megatron-Core's types."""
+
+    def shard(name: str) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(name, torch.full((2,), float(rank)))
+
+    def state() -> State:
+        rows = [{"w": shard(f"w{rank}.{i}"), "n": i} for i in range(rank + 1)]
+        return {"rows": rows, "mixed": [shard(f"m{rank}"), "text"][: rank + 1]}
+
+    shardstore.save(state(), f"{folder}/c", backend)
+    found = shardstore.load(state(), f"{folder}/c")
+    return dict_list_map_outplace(plain, found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_lists_of_different_lengths_come_back(tmp_path: Path, backend: tuple[str, int]) -> None:
+    """Values are those of rank 0, as in Megatron-Core; no list is unloadable."""
+    one, other = run_ranks(_lists, 2, str(tmp_path), backend)
+    assert one == {"rows": [{"w": [0.0, 0.0], "n": 0}], "mixed": [[0.0, 0.0]]}
+    assert other["rows"] == [{"w": [1.0, 1.0], "n": 0}, {"w": [1.0, 1.0]}]
+    assert other["mixed"] == [[1.0, 1.0]]
+
+
+# -- any states ------------------------------------------------------------------------------------
+
+
+def any_state(chance: random.Random, rank: int, depth: int = 0) -> Any:
+    """Return nested containers; some values are equal on all ranks, some differ."""
+    kind = chance.choice(["dict", "dict", "list", "tensor", "value", "own", "empty"])
+    if depth == 0 or (kind == "dict" and depth < 3):
+        names = chance.sample(["a", "b", "c", "d", "e"], chance.randint(0, 3))
+        held = {name: any_state(chance, rank, depth + 1) for name in names}
+        keeps = {name: chance.random() < 0.6 for name in names for _ in range(4)}
+        return {n: v for n, v in held.items() if rank == 0 or keeps[n]}
+    if kind == "list" and depth < 3:
+        return [any_state(chance, rank, depth + 1) for _ in range(chance.randint(0, 3))]
+    if kind == "tensor":
+        return torch.full((chance.randint(0, 3),), float(chance.randint(0, 9)))
+    return {"value": chance.randint(0, 9), "own": rank}.get(kind, [])
+
+
+def _any(rank: int, world_size: int, folder: str, seeds: range) -> list[str]:
+    outcomes = []
+    for seed in seeds:
+        backend = BACKENDS[seed % 3]
+        own = any_state(random.Random(seed), rank)
+        place = f"{folder}/{seed}"
+        error = None
+        try:
+            shardstore.save(own, place, backend)
+        except shardstore.CheckpointingException as problem:
+            error = problem
+        outcomes.append("refused" if error else "saved")
+        if error is not None:
+            continue
+        again = loaded(place, own)
+        every: list[State] = [{} for _ in range(world_size)]
+        dist.all_gather_object(every, dict_list_map_outplace(plain, own))
+        check_lowest(again, own, every, ())
+        assert isinstance(shardstore.load({}, place), dict)
+    return outcomes
+
+
+def check_lowest(found: Any, own: Any, every: list[Any], path: tuple[Any, ...]) -> None:
+    """Check each value that this rank holds against that of the lowest rank that holds its path."""
+    for key, value in own.items() if isinstance(own, dict) else enumerate(own):
+        here = (*path, key)
+        if isinstance(value, dict | list) and value:
+            check_lowest(found[key], value, every, here)
+            continue
+        lowest = next(state for state in map(lambda s: at(s, here), every) if state is not MISSING)
+        if isinstance(value, dict | list):
+            assert isinstance(found[key], type(value)), (here, found[key])
+        elif not isinstance(lowest, dict | list) or not isinstance(value, torch.Tensor):
+            assert found[key] == lowest, (here, found[key], lowest)
+
+
+MISSING = object()
+
+
+def at(state: Any, path: tuple[Any, ...]) -> Any:
+    for name in path:
+        try:
+            state = state[name]
+        except (LookupError, TypeError):
+            return MISSING
+    return state
+
+
+@pytest.mark.parametrize("first", [0, 1000])
+def test_any_states_are_saved_and_loaded_or_refused_on_every_rank(
+    tmp_path: Path, first: int
+) -> None:
+    results = run_ranks(_any, 3, str(tmp_path), range(first, first + 60), timeout_s=280)
+    assert results[0] == results[1] == results[2]
+    assert results[0].count("saved") > 20
