@@ -78,9 +78,9 @@ def save(
 
     Args:
         sharded_state_dict: nested dicts and lists with sharded tensors, sharded objects,
-            factories, non-persistent objects, and common values (rank 0's are saved). Factories
-            are replaced by what they build. DTensors need no description: see
-            :mod:`shardstore.dtensor`.
+            factories, non-persistent objects, and common values. Factories are replaced by what
+            they build. DTensors and plain tensors need no description.
+            :mod:`shardstore.saving.plain` says which rank's value is saved.
         checkpoint_dir: the target: a folder, or a URL such as ``s3://bucket/run/step-100``. Missing
             folders are created. An existing folder must be empty, unless ``overwrite``.
         sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
@@ -105,7 +105,8 @@ def save(
         **options: how the checkpoint is written, see
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
             ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
-            ``verify_base``, ``compression``, ``array_documents``, ``replica_group``, ``progress``.
+            ``verify_base``, ``compression``, ``array_documents``, ``replica_group``, ``replicas``,
+            ``progress``.
 
     Returns:
         ``None``. With ``async_sharded_save``, the request: the caller may change the state at once,
@@ -114,7 +115,8 @@ def save(
 
     Raises:
         CheckpointExistsError: the target holds a checkpoint, and ``overwrite`` was not given.
-        AccessPatternError: shards overlap, leave a gap, or do not fit together.
+        AccessPatternError: shards overlap, leave a gap, or do not fit together; values of two ranks
+            do not fit into one state dict, or differ with ``replicas="equal"``.
         DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor cannot be stored as it is
             described.
         ArgumentError: an argument has a wrong type or value.
