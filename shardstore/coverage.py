@@ -93,18 +93,20 @@ def not_alone(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     return found
 
 
-def merge_layouts(reports: Sequence[bytes]) -> Layouts:
+def merge_layouts(reports: Sequence[bytes], ranks: Sequence[int]) -> Layouts:
     """Merge the reports of all ranks.
 
     Args:
-        reports: each rank's report of its shards that are :func:`not_alone`, in rank order.
+        reports: each rank's report of its shards that are :func:`not_alone`, in the order of
+            ``ranks``.
+        ranks: the ranks.
 
     Raises:
         AccessPatternError: ranges of a shard overlap or leave a gap, or ranks give a tensor
             different global shapes; the text names key, shard, range and ranks.
     """
     layouts = Layouts()
-    for key, held in _by_key(_parsed(reports)).items():
+    for key, held in _by_key(_parsed(reports), ranks).items():
         _check_same(held, {"global_shape": AccessPatternError})  # the commit checks the rest
         tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
         irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
@@ -209,10 +211,12 @@ def keys_of(reports: Iterable[bytes]) -> set[str]:
     return {key for keys, *_ in _parsed(reports) for key in keys}
 
 
-def _by_key(parsed: Iterable[Any], only: Container[str] | None = None) -> dict[str, _Held]:
+def _by_key(
+    parsed: Iterable[Any], ranks: Sequence[int], only: Container[str] | None = None
+) -> dict[str, _Held]:
     """Return the shards of reports, without data, by key; ``only`` of some keys if it is given."""
     found: dict[str, _Held] = defaultdict(list)
-    for rank, (keys, numbers, cuts) in enumerate(parsed):
+    for rank, (keys, numbers, cuts) in zip(ranks, parsed, strict=True):
         for key, number in zip(keys, numbers, strict=True):
             if only is not None and key not in only:
                 continue
@@ -225,14 +229,16 @@ def _by_key(parsed: Iterable[Any], only: Container[str] | None = None) -> dict[s
     return found
 
 
-def check_reports(reports: Sequence[bytes]) -> None:
+def check_reports(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 
     Any rank may call it; it waits for no rank. Time is nearly linear in the number of shards;
     tensors with the same cuts on the same ranks are checked once.
 
     Args:
-        reports: results of :func:`report_shards` on all ranks, in rank order; some may be joined.
+        reports: results of :func:`report_shards` on all ranks, in the order of ``ranks``; some may
+            be joined.
+        ranks: the ranks.
 
     Raises:
         AccessPatternError: a part is covered twice or not at all; the text names key, region and
@@ -247,7 +253,7 @@ def check_reports(reports: Sequence[bytes]) -> None:
         for key, number in zip(keys, numbers, strict=True):
             cuts_of[key].append(renumbered[number])
     samples = {tuple(cuts): key for key, cuts in reversed(cuts_of.items())}
-    for held in _by_key(parsed, set(samples.values())).values():
+    for held in _by_key(parsed, ranks, set(samples.values())).values():
         _check_cover(held)
 
 

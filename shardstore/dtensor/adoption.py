@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardstore.dict_utils import Path, empty_like, leaves
-from shardstore.distributed.groups import group_rank, group_size
 from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
-from shardstore.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
 from shardstore.state_dict_utils import check_state
 
 if TYPE_CHECKING:
@@ -135,11 +134,6 @@ def _dtensors(state: Any) -> list[DTensor]:
 def _adopt(state: Any, stored: Container[str] | None = None) -> Adopted:
     """Convert a state dict; for a load, with the keys of the stored arrays."""
     kind = _dtensor_type()
-    rank, world_size = group_rank(None), group_size(None)
-    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
-    ranks = {int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()}
-    # Rank 0 has the main copy of a plain tensor, unless the meshes do not contain all ranks.
-    outside = bool(ranks) and len(ranks) < world_size
     seen: dict[str, Path] = {}
     adopted = Adopted({})
 
@@ -175,9 +169,7 @@ def _adopt(state: Any, stored: Container[str] | None = None) -> Adopted:
         if isinstance(value, kind):
             return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
         if _is_plain(value) and (stored is None or _key(path) in stored):
-            shard_type = ClaimedTensor if outside else ShardedTensor
-            replica_id = 0 if outside else rank
-            return shard_type.from_rank_offsets(key_of(path), value, replica_id=replica_id)
+            return ClaimedTensor.from_rank_offsets(key_of(path), value)
         return value
 
     adopted.state = walk(state, ())

@@ -29,10 +29,10 @@ from shardstore.dict_utils import (
     nested_values,
     ordered_like,
 )
-from shardstore.distributed.coordinator import GroupRanks, Ranks
+from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adopted, adopt_for_load, needs_adoption
-from shardstore.dtensor.layout import apply_claims, claims, decide_claims
+from shardstore.dtensor.layout import among, apply_claims, claimed, claims, decide_claims
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError, kind_of_dcp
 from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
 from shardstore.loading.plan import with_destinations
@@ -135,18 +135,21 @@ class _Request:
         adopted: the caller's state dict, with DTensors as sharded tensors.
         wanted: its sharded tensors and objects.
         nonpersistent, factories: parts that :func:`load_preprocess` splits off.
+        ranks: the ranks of the load.
     """
 
     adopted: Adopted
     wanted: ShardedStateDict
     nonpersistent: StateDict
     factories: StateDict
+    ranks: Ranks
 
     @classmethod
-    def of(cls, adopted: Adopted) -> _Request:
+    def of(cls, adopted: Adopted, ranks: Ranks) -> _Request:
         """Split an adopted state dict."""
         wanted, nonpersistent, factories = load_preprocess(adopted.state)
-        return cls(adopted, extract_sharded_base(wanted)[0], nonpersistent, factories)
+        wanted = among(extract_sharded_base(wanted)[0], ranks)
+        return cls(adopted, wanted, nonpersistent, factories, ranks)
 
     def restricted(self, keys: Container[str]) -> _Request:
         """Return the request without tensors, objects and factories of which no key is in
@@ -158,7 +161,7 @@ class _Request:
             return bool(parts) and not any(part.key in keys for part in parts)
 
         _, kept = extract_matching_values(self.adopted.state, is_left_out)
-        return self.of(replace(self.adopted, state=kept))
+        return self.of(replace(self.adopted, state=kept), self.ranks)
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -167,8 +170,7 @@ def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]
     Args:
         call: the arguments of this rank.
     """
-    require_group("process_group", call.process_group)
-    ranks = GroupRanks.of(call.process_group)
+    ranks = Ranks.of(call.process_group)
     try:
         return _run_once(call, ranks)
     except Exception as problem:
@@ -204,9 +206,9 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
     step = partial(ranks.step, f"loading {location.url}")
     with metered("load", location.url, callback) as meter, collector_paused():
         (offered, request), answer = step(
-            lambda: _prepare(call, location),
+            lambda: _prepare(call, location, ranks),
             lambda prepared: pickle.dumps((_report(call, prepared[1]), prepared[:1])),
-            lambda said: _agree(call, location, said),
+            lambda said: _agree(call, location, said, ranks),
             _joined,
             error=error,
         )
@@ -216,15 +218,15 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
             if request is None or asked is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 adopted, owners = step(
-                    watched(lambda: _adopt(call, context)),
-                    lambda adopted: claims(adopted.wanted),
-                    decide_claims,
+                    watched(lambda: _adopt(call, context, ranks)),
+                    lambda adopted: claims(adopted.wanted, ranks),
+                    lambda reports: decide_claims(reports, ranks.members),
                 )
-                apply_claims(adopted.wanted, owners)
+                apply_claims(adopted.wanted, owners, ranks)
                 _, answer = step(
                     lambda: _report(call, adopted),
                     bytes,
-                    lambda reports: pickle.dumps(_checked(call, reports)),
+                    lambda reports: pickle.dumps(_checked(call, reports, ranks)),
                     join_reports,
                 )
                 request, asked = adopted, pickle.loads(answer)
@@ -238,7 +240,8 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
         log_event(
             logger,
             "load",
-            f"{location.url}: loaded, {meter.now.bytes_total} bytes on rank 0 in {seconds:.3f} s",
+            f"{location.url}: loaded, {meter.now.bytes_total} bytes on rank {ranks.rank} "
+            f"in {seconds:.3f} s",
             url=location.url,
             bytes=meter.now.bytes_total,
             seconds=seconds,
@@ -295,8 +298,9 @@ def open_checkpoint(
 # -- the request -----------------------------------------------------------------------------------
 
 
-def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None]:
-    """Check the arguments, and split the state dict unless this needs the stored keys."""
+def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _Request | None]:
+    """Check the arguments, and split the state dict unless this needs the stored keys or the claims
+    of other ranks."""
     require_group("replica_group", call.replica_group)
     check_state(call.sharded_state_dict)
     require_bool("validate_access_integrity", call.validate_access_integrity)
@@ -311,15 +315,17 @@ def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None
     offered = offer(call.replica_group, call.share_replicas, location)
     if needs_adoption(call.sharded_state_dict):
         return offered, None
-    return offered, _Request.of(Adopted(call.sharded_state_dict))
+    request = _Request.of(Adopted(call.sharded_state_dict), ranks)
+    return offered, None if claimed(request.wanted, ranks) else request
 
 
-def _adopt(call: LoadCall, context: LoadContext) -> _Request:
+def _adopt(call: LoadCall, context: LoadContext, ranks: Ranks) -> _Request:
     """Find the stored arrays of plain tensors and DTensors."""
     strategy, _ = find_strategies(context, call.sharded_strategy)
     place = context.stored.location.place
     return _Request.of(
-        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place))
+        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place)),
+        ranks,
     )
 
 
@@ -339,7 +345,7 @@ def _joined(said: Sequence[bytes]) -> bytes:
     return pickle.dumps((report, [one for some in offers for one in some]))
 
 
-def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
+def _agree(call: LoadCall, location: Location, said: Sequence[bytes], ranks: Ranks) -> bytes:
     """Read the documents for all ranks, and check their requests. The coordinator calls it.
 
     Returns:
@@ -347,24 +353,25 @@ def _agree(call: LoadCall, location: Location, said: Sequence[bytes]) -> bytes:
         shards of a rank are not known yet; the groups that do not share.
     """
     reports, offers = zip(*map(pickle.loads, said), strict=True)
-    apart = agree([one for some in offers for one in some], location.url)
+    offered = (one for some in offers for one in some)
+    apart = agree(dict(zip(ranks.members, offered, strict=True)), location.url)
     if call.verify_integrity:
         check_integrity(location)
     documents = read_documents(location, DOCUMENTS)
     asked: set[str] | None = None
     if all(reports):
-        asked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else set()
+        asked = _checked(call, reports, ranks) if documents[CONFIG_FNAME] is not None else set()
     return pickle.dumps(((location.url, documents), asked, apart))
 
 
-def _checked(call: LoadCall, reports: Sequence[bytes]) -> set[str]:
+def _checked(call: LoadCall, reports: Sequence[bytes], ranks: Ranks) -> set[str]:
     """Check that the main replicas of all ranks cover each tensor once.
 
     Returns:
         The keys of all ranks if they are compared with the stored keys, else an empty set.
     """
     if call.validate_access_integrity:
-        check_reports(reports)
+        check_reports(reports, ranks.members)
     return keys_of(reports) if call.compares_all else set()
 
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import group_rank, group_size, require_group
+from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_save
-from shardstore.dtensor.layout import apply_claims
+from shardstore.dtensor.layout import among
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.mapping import CommonStateDict, ShardedObject, ShardedStateDict, StateDict
@@ -36,11 +36,12 @@ from shardstore.validation import comparable, compare_common, validate_sharded_o
 
 
 def run_save(
-    place: str | Path, prepared: Callable[[], Part]
+    ranks: Ranks, place: str | Path, prepared: Callable[[], Part]
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
     Args:
+        ranks: the ranks of the save.
         place: the target as the caller gave it, for error texts.
         prepared: returns this rank's part of the save, see :func:`prepare`. Every rank raises its
             error.
@@ -49,7 +50,7 @@ def run_save(
         The session, and the request that writes and commits if the save is asynchronous.
     """
     with collector_paused():
-        session, part = SaveSession.begin(Ranks.current(), place, prepared)
+        session, part = SaveSession.begin(ranks, place, prepared)
         return session, session.run(lambda session: _write(session, part))
 
 
@@ -59,6 +60,7 @@ def prepare(
     options: SaveOptions,
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy],
     *,
+    ranks: Ranks,
     background: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
@@ -67,6 +69,7 @@ def prepare(
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Args:
+        ranks: the ranks of the save.
         background: see :class:`Part`.
 
     :func:`shardstore.save` describes the other arguments.
@@ -91,6 +94,7 @@ def prepare(
         )
     state_dict = adopt_for_save(given_state)
     sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
+    sharded = among(sharded, ranks)
     check_lists(state_dict)  # now with what the factories built
     attributes = {}
     if content_metadata is not None:
@@ -105,7 +109,8 @@ def prepare(
         common[CONTENT_METADATA_KEY] = content_metadata
         attributes[CONTENT_METADATA_KEY] = _attributes(content_metadata)
     if (key := common_strategy.object_key) is not None:
-        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=group_rank(None))
+        number = ranks.members.index(ranks.rank)
+        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=number)
     part = Part(
         target=target,
         options=options,
@@ -125,7 +130,7 @@ def prepare(
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
         part.copies = copies_of(nested_values(state_dict), objects=noted)
-        if group_size(None) > 1:
+        if ranks.world_size > 1:
             part.compared = comparable(common, preprocess)
     return part
 
@@ -142,9 +147,8 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     meets = getattr(innermost, "meets_to_plan", None)
     session.plans = meets == "always" or (meets == "layouts" and session.plans)
     if agreed.common and not session.ranks.is_coordinator:
-        compare_common(part.compared, agreed.common, session.ranks.rank)
+        compare_common(part.compared, agreed.common, session.ranks)
     tensors, objects = part.sharded, None
-    apply_claims(tensors, agreed.owners)
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_sharded_objects(tensors)

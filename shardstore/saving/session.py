@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -31,8 +32,9 @@ from shardstore.coverage import (
     report_shards,
 )
 from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.groups import Members
 from shardstore.dtensor.adoption import keys_of_plain
-from shardstore.dtensor.layout import claims, decide_claims
+from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
@@ -136,7 +138,7 @@ class Agreement(NamedTuple):
     exchange_layouts: bool
     common: bytes
     base_documents: dict[str, bytes] | None
-    shares: Mapping[tuple[int, ...], int]
+    shares: Mapping[Members, int]
     tellers: Sequence[int]
     rank_with_dtensors: int | None
     owners: bytes
@@ -226,19 +228,20 @@ class SaveSession:
                 bool(not_alone(part.tensors)),
                 part.adopts,
                 xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-                claims(part.sharded),
+                claims(part.sharded, ranks),
                 replicas.offer(part.tensors, part.options.replica_group),
             )
             return pickle.dumps(report)
 
         def decide(reports: list[bytes]) -> bytes:
             openings = [pickle.loads(report) for report in reports]
-            return pickle.dumps(_agreed(openings, prepared[0], begun))
+            return pickle.dumps(_agreed(openings, prepared[0], begun, ranks))
 
         try:
             _, answer = ranks.step(f"saving to {shown(place)}", opening, bytes, decide)
             agreed: Agreement = pickle.loads(answer)
             (part,) = prepared
+            apply_claims(part.sharded, agreed.owners, ranks)
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
             session = cls(ranks, part, agreed, attempt)
         except BaseException:
@@ -325,7 +328,7 @@ class SaveSession:
                 report_shards(not_alone(tensors)),
                 what=self.planning,
                 error=self.failure,
-                decide=lambda reports: pickle.dumps(merge_layouts(reports)),
+                decide=lambda reports: pickle.dumps(merge_layouts(reports, self.ranks.members)),
             )
         # Before pieces are sent, so that no rank waits for one that could not plan.
         result, _ = self.ranks.step(self.planning, lambda: plan(pickle.loads(answer)))
@@ -435,16 +438,16 @@ class SaveSession:
         """Merge and check the manifests of all ranks. The coordinator calls it."""
         merged = merge_reports([self.manifest, *reports[1:]], self.options)
         if self.options.validate_access_integrity:
-            _check_objects(merged, self.ranks.world_size)
+            _check_objects(merged)
             if self.zarr_format is not None:
                 written = {*(meta.key for meta in merged.arrays), *merged.objects}
                 for rank, copies in merged.copies.items():
                     if lost := [key for key in copies if key not in written]:
                         raise replicas.without_main_replica(lost, rank)
         if both := sorted({meta.key for meta in merged.arrays} & self.common_keys):
-            other = self.agreed.rank_with_dtensors
+            first, other = self.ranks.first, self.agreed.rank_with_dtensors
             raise AccessPatternError(  # such a key could not be loaded
-                f"the plain tensor {both[0]!r} is common state on rank 0, whose state has no "
+                f"the plain tensor {both[0]!r} is common state on rank {first}, whose state has no "
                 f"DTensors, and an array on rank {other}, whose state has DTensors ({len(both)} "
                 "such tensor(s)); leave it out of the state of one of the two ranks, or make it a "
                 "ShardedTensor on every rank that has it",
@@ -471,18 +474,20 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
+def _agreed(
+    openings: Sequence[_Opening], part: Part, begun: list[Attempt], ranks: Ranks
+) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
-    first, *others = [one.place for one in openings]
-    for rank, other in enumerate(others, 1):
-        if other != first:
+    place, by_rank = openings[0].place, dict(zip(ranks.members, openings, strict=True))
+    for rank, opening in by_rank.items():
+        if opening.place != place:
             raise AccessPatternError(
-                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
-                "and base",
+                f"rank {ranks.first} saves {place} but rank {rank} {opening.place}; give every "
+                "rank the same place and base",
                 rank=rank,
             )
-    if others and (url := part.target.url).startswith("memory://"):
+    if len(openings) > 1 and (url := part.target.url).startswith("memory://"):
         raise StorageError(
             f"{url} is the memory of one process, but {len(openings)} ranks save; give a folder or "
             "an object store that all of them see",
@@ -491,9 +496,9 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
     common = b"" if part.compared is None else pickled(part.compared)
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
-    adopting = (rank for rank, opening in enumerate(openings) if opening.adopts)
+    adopting = (rank for rank, opening in by_rank.items() if opening.adopts)
     # The first rank with each set of copies.
-    tellers = {one.copies: rank for rank, one in reversed([*enumerate(openings)]) if one.copies}
+    tellers = {one.copies: rank for rank, one in reversed(by_rank.items()) if one.copies}
     return Agreement(
         attempt.id,
         any(opening.needs_layouts for opening in openings),
@@ -502,7 +507,7 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
         replicas.agree(opening.offer for opening in openings),
         list(tellers.values()),
         None if part.adopts else next(adopting, None),
-        decide_claims([opening.claims for opening in openings]),
+        decide_claims([opening.claims for opening in openings], ranks.members),
     )
 
 
@@ -511,18 +516,18 @@ def session_of(place: str | Path | Location) -> SaveSession | None:
     return _open.get(Location.of(place).url)
 
 
-def _check_objects(merged: Merged, world_size: int) -> None:
+def _check_objects(merged: Merged) -> None:
     """Check that each sharded object is written once, that grids of objects are complete, and that
     no key names both an object and a tensor."""
-    held: list[list[ShardedObject]] = [[] for _ in range(world_size)]
+    held: dict[int, list[ShardedObject]] = defaultdict(list)
     for unique_key, ranks in merged.objects.items():
         for rank in ranks:
             held[rank].append(ShardedObject.empty_from_unique_key(unique_key))
-    reports = [report_shards(objects) for objects in held]
+    reports = [report_shards(objects) for objects in held.values()]
     if both := keys_of(reports) & {meta.key for meta in merged.arrays}:
         raise AccessPatternError(
             f"Invalid access pattern: key {min(both)!r} is both a tensor's and a sharded object's; "
             "rename one of them",
             key=min(both),
         )
-    check_reports(reports)
+    check_reports(reports, [*held])
