@@ -25,12 +25,15 @@ import xxhash
 
 from shardstore.coverage import (
     Layouts,
+    check_descriptions,
     check_reports,
+    describe,
     keys_of,
     merge_layouts,
     not_alone,
     report_shards,
 )
+from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members
 from shardstore.dtensor.adoption import keys_of_plain
@@ -112,6 +115,7 @@ class _Opening(NamedTuple):
     """A rank's report at the beginning of a save."""
 
     place: str
+    described: bytes
     needs_layouts: bool
     adopts: bool
     copies: bytes
@@ -223,22 +227,24 @@ class SaveSession:
         def opening() -> bytes:
             part = prepare()
             prepared.append(part)
+            validate = part.options.validate_access_integrity
             report = _Opening(
                 f"to {part.target.url} with base={part.base and part.base.url}",
+                describe(nested_values(part.sharded)) if validate else b"",
                 bool(not_alone(part.tensors)),
                 part.adopts,
                 xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
                 claims(part.sharded, ranks),
                 replicas.offer(part.tensors, part.options.replica_group),
             )
-            return pickle.dumps(report)
+            return pickle.dumps([report])
 
         def decide(reports: list[bytes]) -> bytes:
-            openings = [pickle.loads(report) for report in reports]
+            openings = [one for report in reports for one in pickle.loads(report)]
             return pickle.dumps(_agreed(openings, prepared[0], begun, ranks))
 
         try:
-            _, answer = ranks.step(f"saving to {shown(place)}", opening, bytes, decide)
+            _, answer = ranks.step(f"saving to {shown(place)}", opening, bytes, decide, _joined)
             agreed: Agreement = pickle.loads(answer)
             (part,) = prepared
             apply_claims(part.sharded, agreed.owners, ranks)
@@ -474,6 +480,18 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
+def _joined(reports: Sequence[bytes]) -> bytes:
+    """Join the reports of several ranks into one, with equal descriptions stored once."""
+    known: dict[bytes, bytes] = {}
+    return pickle.dumps(
+        [
+            one._replace(described=known.setdefault(one.described, one.described))
+            for report in reports
+            for one in pickle.loads(report)
+        ]
+    )
+
+
 def _agreed(
     openings: Sequence[_Opening], part: Part, begun: list[Attempt], ranks: Ranks
 ) -> Agreement:
@@ -493,6 +511,8 @@ def _agreed(
             "an object store that all of them see",
             url=url,
         )
+    told = {rank: one.described for rank, one in by_rank.items() if one.described}
+    check_descriptions(told.values(), told)
     common = b"" if part.compared is None else pickled(part.compared)
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))

@@ -1,5 +1,5 @@
-"""FSDP2 in each of two pipeline stages: no mesh contains all ranks, and what :func:`shard` makes for
-a save or a load is right for whichever ranks call it, again and again."""
+"""FSDP2 in each of two pipeline stages: no mesh contains all ranks, and what ``shard`` makes for a
+save or a load is right for whichever ranks call it, again and again."""
 
 from __future__ import annotations
 
