@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.saving.run import prepare, run_save
@@ -56,6 +57,7 @@ def async_save(
     overlap_staging: bool = False,
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
+    process_group: Any = None,
     _error: BaseException | None = None,
     **options: Unpack[SaveKeywords],
 ) -> AsyncSave:
@@ -80,6 +82,8 @@ def async_save(
             ``"refuse"`` with an error.
         at_exit: what an exiting interpreter does: ``"wait"`` for the save, or ``"abort"`` it, so
             that nothing is committed.
+        process_group: the ranks that save together, as for :func:`shardstore.save`. A rank has one
+            save in progress, of whichever group.
         **options: how the checkpoint is written, as for :func:`shardstore.save`. ``progress`` is
             called from the thread.
         _error: an earlier error of this rank; every rank raises it.
@@ -95,8 +99,9 @@ def async_save(
             copy: the target exists, or the input is wrong on some rank.
     """
     global _latest
+    ranks = Ranks.of(process_group)
 
-    def prepared(claims: bool) -> Part:
+    def prepared(arrays: bool) -> Part:
         if _error is not None:
             raise _error
         if when_busy not in ("wait", "refuse"):
@@ -122,14 +127,15 @@ def async_save(
             checkpoint_dir,
             chosen,
             save_strategies(sharded_strategy, common_strategy),
-            claims=claims,
+            arrays=arrays,
+            ranks=ranks,
             background=RANKS_PURPOSE,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
             verify_integrity=verify_integrity,
         )
 
-    session, request = run_save(checkpoint_dir, prepared)
+    session, request = run_save(ranks, checkpoint_dir, prepared)
     assert request is not None
     _latest = AsyncSave(session, request, at_exit)
     return _latest

@@ -69,6 +69,8 @@ def save(
     content_metadata: dict[str, Any] | None = None,
     async_strategy: str | None = None,
     verify_integrity: bool = False,
+    *,
+    process_group: Any = None,
     **options: Unpack[SaveKeywords],
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, completely or not at all.
@@ -102,6 +104,9 @@ def save(
             request, for its queues, for those of nvidia-resiliency-ext and for this package's.
         verify_integrity: add ``integrity.json``, the SHA-256 of each file, which ``load`` can
             verify. Rank 0 reads every file again after the commit.
+        process_group: the ranks that save together; default: all. Only these ranks call this
+            function, and together they hold the state. Its first rank counts as rank 0. Groups
+            without a common rank may save to different places at the same time.
         **options: how the checkpoint is written, see
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
             ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
@@ -119,30 +124,38 @@ def save(
             do not fit into one state dict, or differ with ``replicas="equal"``.
         DTypeMismatchError, ShapeMismatchError, KeyNameError: a tensor cannot be stored as it is
             described.
-        ArgumentError: an argument has a wrong type or value.
+        ArgumentError: an argument has a wrong type or value; or this rank is not a member of
+            ``process_group``.
         StorageError: the store failed (full, read-only, unreachable).
         RanksError: another rank failed, or did not answer in time.
     """
+    ranks = Ranks.of(process_group)
 
-    def prepared(claims: bool) -> Part:
+    def prepared(arrays: bool) -> Part:
         if async_strategy not in (None, "mcore", "nvrx"):
             raise ArgumentError(
                 f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
             )
         require_bool("async_sharded_save", async_sharded_save)
+        if async_sharded_save and ranks.members != Ranks.current().members:
+            raise ArgumentError(
+                "the queues of async_sharded_save=True wait for all ranks, not for those of "
+                "process_group; use shardstore.async_save(process_group=)"
+            )
         return prepare(
             sharded_state_dict,
             checkpoint_dir,
             options_of("save", options, validate_access_integrity=validate_access_integrity),
             save_strategies(sharded_strategy, common_strategy),
-            claims=claims,
+            arrays=arrays,
+            ranks=ranks,
             background="" if async_sharded_save else None,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
             verify_integrity=verify_integrity,
         )
 
-    return run_save(checkpoint_dir, prepared)[1]
+    return run_save(ranks, checkpoint_dir, prepared)[1]
 
 
 def save_strategies(

@@ -21,7 +21,7 @@ from shardstore.dict_utils import (
     nested_values,
 )
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import gathered, group_rank, group_size
+from shardstore.distributed.groups import gathered
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -236,7 +236,7 @@ def pickled(common: StateDict) -> bytes:
 
 
 def compare_common(
-    mine: StateDict, of_coordinator: bytes, rank: int, *, equal: bool = False
+    mine: StateDict, of_coordinator: bytes, ranks: Ranks, *, equal: bool = False
 ) -> None:
     """Log differences between this rank's common values and the coordinator's, given as bytes.
 
@@ -244,16 +244,20 @@ def compare_common(
         AccessPatternError: they differ, and must be ``equal``.
     """
     try:
-        only_on_0, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
+        only_there, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
         logger.warning(
-            "The common values of rank %d cannot be compared with rank 0's: %s", rank, error
+            "The common values of rank %d cannot be compared with rank %d's: %s",
+            ranks.rank,
+            ranks.first,
+            error,
         )
         return
-    if only_on_0 or only_here or mismatched:
+    if only_there or only_here or mismatched:
+        rank, first = ranks.rank, ranks.first
         text = (
-            f"The common values of rank {rank} differ from those of rank 0, which are saved. "
-            f"Only on rank 0: {only_on_0}; only on rank {rank}: {only_here}; "
+            f"The common values of rank {rank} differ from those of rank {first}, which are saved. "
+            f"Only on rank {first}: {only_there}; only on rank {rank}: {only_here}; "
             f"different: {mismatched}"
         )
         if equal:
@@ -434,15 +438,16 @@ def validate_sharding_integrity(
             ranks.
         ShapeMismatchError, DTypeMismatchError: ranks describe a global tensor differently.
     """
-    rank = group_rank(None)
-    if common_state_dict is not None and group_size(None) > 1:
-        mine, said = Ranks.current().step(
+    ranks = Ranks.current()
+    if common_state_dict is not None and ranks.world_size > 1:
+        mine, said = ranks.step(
             "comparing the common values with those of rank 0",
             lambda: comparable(common_state_dict),
-            lambda mine: b"" if rank else pickled(mine),
+            lambda mine: pickled(mine) if ranks.is_coordinator else b"",
             lambda reports: reports[0],
         )
-        if rank:
-            compare_common(mine, said, rank)
-    if rank == 0:
-        check_reports([report_shards(shards) for shards in global_metadata])
+        if not ranks.is_coordinator:
+            compare_common(mine, said, ranks)
+    if ranks.is_coordinator:
+        reports = [report_shards(shards) for shards in global_metadata]
+        check_reports(reports, range(len(reports)))

@@ -221,7 +221,7 @@ class _FilesSave:
         plan, answer = ranks.step(what, local, pickle.dumps, self._decide, error=self.failure)
         if session is not None:
             session.plans = False
-        of_others = pickle.loads(answer)[ranks.rank]
+        of_others = pickle.loads(answer)[ranks.members.index(ranks.rank)]
         self._items = [item for item in plan.items if item.index not in of_others]
 
     def _decide(self, reports: list[bytes]) -> bytes:
@@ -236,10 +236,10 @@ class _FilesSave:
                 f"{type(problem).__name__}: {problem}"
             ) from problem
         told: list[_Told] = [plan.planner_data for plan in asked]
-        for rank, one in enumerate(told):
+        for rank, one in zip(self._ranks.members, told, strict=True):
             if lost := set(one.copies) - set(self._metadata.state_dict_metadata):
                 raise without_main_replica(sorted(lost), rank)
-        check_reports([one.report for one in told])
+        check_reports([one.report for one in told], self._ranks.members)
         cast(Any, self._metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
         indexes = ([{item.index for item in plan.items} for plan in of] for of in (asked, plans))
         return pickle.dumps([own - kept for own, kept in zip(*indexes, strict=True)])

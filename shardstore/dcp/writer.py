@@ -145,7 +145,8 @@ def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> Layouts:
         are_flat = are_rows and grid_of(shape, boxes, size, options.target_chunk_bytes)[2]
         for rank, shard in shards:
             by_rank[rank].append(as_flat_range(shard) if are_flat else shard)
-    return merge_layouts([report_shards(not_alone(shards)) for shards in by_rank])
+    reports = [report_shards(not_alone(shards)) for shards in by_rank]
+    return merge_layouts(reports, range(len(reports)))
 
 
 def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:

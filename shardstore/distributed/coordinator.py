@@ -1,13 +1,17 @@
 """Collective steps of the ranks: reports to one coordinator, its answer to all, and the exchange of
 pieces of chunks.
 
+The ranks are all ranks, or those of a process group. Reports, errors and connections name a rank by
+its global number.
+
 The ranks form a tree of two levels. Each block of about the square root of the number of ranks
-reports to its leader: its first rank, but rank 1 in the block of rank 0. The leaders report to rank
-0, the coordinator, which decides. So no rank receives more than about the square root of the number
-of ranks. The answer goes down the same way. Each rank is connected only to its neighbours in the
-tree. A rank that waits for a dead rank notices the death at once, and all other ranks still get an
-answer that names the dead rank. A rank that loses its connection towards the coordinator, or does
-not answer before the deadline, reads the outcome from the store of the process group.
+reports to its leader: its first rank, but the second rank in the first block. The leaders report to
+the first rank, the coordinator, which decides. So no rank receives more than about the square root
+of the number of ranks. The answer goes down the same way. Each rank is connected only to its
+neighbours in the tree. A rank that waits for a dead rank notices the death at once, and all other
+ranks still get an answer that names the dead rank. A rank that loses its connection towards the
+coordinator, or does not answer before the deadline, reads the outcome from the store of the default
+process group.
 
 All messages are CPU tensors over separate gloo connections (:mod:`.messages`). They do not touch
 the trainer's NCCL streams or collectives. Without a process group there is one rank.
@@ -33,15 +37,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardstore.distributed.groups import (
+    Group,
+    Members,
     described,
-    gathered,
-    global_rank,
-    group_rank,
-    group_size,
+    global_ranks,
     listed,
+    require_group,
 )
 from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt, connect_s
-from shardstore.errors import CheckpointingException, RanksError
+from shardstore.errors import ArgumentError, CheckpointingException, RanksError
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +85,7 @@ def deadline_from_environment() -> float:
 
 def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
     """Return the rank that a rank reports to (``None`` for rank 0), and the ranks that report to
-    it."""
+    it, all numbered from 0 in the tree."""
     block = max(LEAST_BLOCK, math.isqrt(world_size - 1) + 1)
     if world_size <= block:
         return (None, list(range(1, world_size))) if rank == 0 else (0, [])
@@ -125,18 +129,18 @@ class _Told:
         return pickle.dumps(replace(self, reports=reports))
 
 
-_channels: WeakKeyDictionary[Any, dict[str, Channel]] = WeakKeyDictionary()
-"""Channels by default process group and purpose. They end with their group: a channel that stays
-keeps the group's store alive, and a group that is made anew would read its old keys."""
+_channels: WeakKeyDictionary[Any, dict[tuple[str, Members], Channel]] = WeakKeyDictionary()
+"""Channels by default process group, purpose and members. They end with that group: a channel that
+stays keeps the group's store alive, and a group that is made anew would read its old keys."""
 # Connections that are still open when the interpreter ends may abort the process.
 atexit.register(_channels.clear)
 
 
-def _channel(purpose: str) -> Channel:
+def _channel(purpose: str, members: Members) -> Channel:
     channels = _channels.setdefault(dist.group.WORLD, {})
-    channel = channels.get(purpose)
+    channel = channels.get((purpose, members))
     if channel is None or channel.is_broken:
-        channel = channels[purpose] = Channel(purpose, after=channel)
+        channel = channels[purpose, members] = Channel(purpose, members, after=channel)
     return channel
 
 
@@ -156,13 +160,14 @@ class Ranks:
 
     Attributes:
         rank: this process's global rank, 0 without a process group.
-        world_size: number of ranks, 1 without a process group.
+        members: the global numbers of the ranks; the first is the coordinator. All lists of
+            reports are in this order.
         deadline_s: seconds to wait for any other rank.
         failed: whether a step of several ranks failed, which every rank knows.
     """
 
     rank: int = 0
-    world_size: int = 1
+    members: Members = range(1)
     deadline_s: float = DEFAULT_DEADLINE_S
     failed: bool = False
     _channel: Channel | None = field(default=None, repr=False)
@@ -175,10 +180,27 @@ class Ranks:
             purpose: name of a set of connections. A background thread uses its own purpose, so that
                 its messages do not mix with those of the caller's thread.
         """
+        return cls.of(None, purpose)
+
+    @classmethod
+    def of(cls, group: Group, purpose: str = "") -> Ranks:
+        """Return the ranks of a process group; ``None``: see :meth:`current`.
+
+        Raises:
+            ArgumentError: it is no process group, or this rank is not a member.
+        """
+        require_group("process_group", group)
         deadline_s = deadline_from_environment()
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if not dist.is_initialized():
             return cls(deadline_s=deadline_s)
-        return cls(dist.get_rank(), dist.get_world_size(), deadline_s, _channel=_channel(purpose))
+        rank, members = dist.get_rank(), global_ranks(group)
+        if not members:
+            raise ArgumentError(
+                f"rank {rank} is not a member of process_group; only members call this function",
+                rank=rank,
+            )
+        channel = _channel(purpose, members) if len(members) > 1 else None
+        return cls(rank, members, deadline_s, _channel=channel)
 
     def over(self, purpose: str) -> Ranks:
         """Return the same ranks over the connections of another purpose.
@@ -193,19 +215,29 @@ class Ranks:
         """
         if self.world_size == 1:
             return self
-        channel = _channel(purpose)
+        channel = _channel(purpose, self.members)
         if channel.is_connected and channel.posted() is not None:  # another rank lost a connection
             channel.is_broken = True
-            channel = _channel(purpose)
+            channel = _channel(purpose, self.members)
         ranks = replace(self, _channel=channel)
         if not channel.is_connected:
             ranks.together(what=f"connecting the ranks for the {purpose}")
         return ranks
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks, 1 without a process group."""
+        return len(self.members)
+
+    @property
+    def first(self) -> int:
+        """The coordinator's global rank."""
+        return self.members[0]
+
+    @property
     def is_coordinator(self) -> bool:
         """Whether this rank is the coordinator."""
-        return self.rank == 0
+        return self.rank == self.first
 
     @property
     def is_broken(self) -> bool:
@@ -232,8 +264,8 @@ class Ranks:
                 raise a :class:`RanksError` that names this rank.
             merge: merges the reports of consecutive ranks into one, on the way to the coordinator.
             decide: makes the answer. Only the coordinator calls it, and only if no rank has an
-                error. Its argument is the list of reports in rank order, of which some may be
-                merged. Every rank raises its error.
+                error. Its argument is the list of reports in the order of :attr:`members`, of which
+                some may be merged. Every rank raises its error.
 
         Returns:
             The result of ``decide``.
@@ -297,17 +329,17 @@ class Ranks:
     def _meet(self, told: _Told, what: str, merge: Merge | None, decide: Decide) -> Message:
         channel = self._channel
         assert channel is not None
-        above, below = neighbours(self.rank, self.world_size)
         if not channel.is_connected:
             if late := channel.posted():
                 channel.is_broken = True
                 return Message(_BROKEN, late)
             self._connect_tree(channel, what)
+        above, below = self._neighbours(self.rank)
         answer, kept = None if above is None else channel.ask(above), len(channel.kept)
         until = monotonic() + self.deadline_s
         for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
             # A rank that receives reports may itself wait until the deadline.
-            more_s = GRACE_S if neighbours(rank, self.world_size)[1] else 0
+            more_s = GRACE_S if self._neighbours(rank)[1] else 0
             left_s = until + more_s - monotonic()
             said = attempt(partial(channel.receive, rank, asked, left_s))
             if isinstance(said, RuntimeError):
@@ -333,6 +365,10 @@ class Ranks:
         # Either all remaining ranks make new connections for the next step, or none does.
         channel.is_broken |= verdict.status == _BROKEN
         return verdict
+
+    def _neighbours(self, rank: int) -> tuple[int | None, list[int]]:
+        above, below = neighbours(self.members.index(rank), self.world_size)
+        return None if above is None else self.members[above], [self.members[n] for n in below]
 
     def _ask(self, channel: Channel, above: int, answer: Asked, told: bytes, what: str) -> Message:
         """Report to the rank above, and wait for the coordinator's answer."""
@@ -363,7 +399,7 @@ class Ranks:
     def _connect_tree(self, channel: Channel, what: str) -> None:
         """Connect with the neighbours in the tree. The first rank that loses another posts the
         outcome for all."""
-        above, below = neighbours(self.rank, self.world_size)
+        above, below = self._neighbours(self.rank)
         wait_s = self._connect_s
         missing = attempt(partial(channel.gather, wait_s))
         if missing and not isinstance(missing, RuntimeError):
@@ -372,7 +408,8 @@ class Ranks:
         begun = monotonic()
         # Those below first: all leaders connect with their blocks at the same time.
         for rank in [*below, *([] if above is None else [above])]:
-            until = begun + connect_s(_height(rank, self.world_size), wait_s)
+            height = _height(self.members.index(rank), self.world_size)
+            until = begun + connect_s(height, wait_s)
             if lost := channel.link(rank, until, wait_s):
                 channel.post(pickle.dumps(_failure(what, _no_answer([rank], lost))))
 
@@ -429,31 +466,6 @@ class Ranks:
                 f"({_first_line(problem)})",
                 failures=dict.fromkeys(lost, "no answer"),
             ) from problem
-
-
-@dataclass
-class GroupRanks(Ranks):
-    """The ranks of a process group of the caller, which communicate by its collectives.
-
-    The group's timeout applies instead of the deadline.
-    """
-
-    group: Any = None
-
-    @classmethod
-    def of(cls, group: Any) -> Ranks:
-        """Return the ranks of a group. ``None`` stands for the default process group."""
-        if group is None:
-            return Ranks.current()
-        return cls(group_rank(group), group_size(group), group=group)
-
-    def _meet(self, told: _Told, what: str, merge: Merge | None, decide: Decide) -> Message:
-        told.failures = {global_rank(self.group, r): text for r, text in told.failures.items()}
-        everyone = _Told()
-        for one in gathered(told, self.group):
-            everyone.add(one)
-        verdict = _verdict(everyone, what, decide) if self.is_coordinator else Message(_OK, b"")
-        return gathered(verdict, self.group)[0]
 
 
 def _verdict(told: _Told, what: str, decide: Decide) -> Message:

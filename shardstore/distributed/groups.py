@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 Group = Any
 """A ``torch.distributed`` process group, or None for the default one."""
+
+Members: TypeAlias = range | tuple[int, ...]
+"""Global numbers of a group's ranks; a range, if they are evenly spaced, to send few bytes."""
 
 
 @contextmanager
@@ -137,14 +140,23 @@ def global_rank(group: Group, rank: int) -> int:
     return dist.get_global_rank(group, rank)
 
 
-def global_ranks(group: Group) -> tuple[int, ...]:
+def global_ranks(group: Group) -> Members:
     """Return the global numbers of a group's ranks, in the group's order; empty if this rank is not
     a member."""
-    if not dist.is_initialized():
-        return (0,)
+    if group is None or not dist.is_initialized():
+        return range(group_size(None))
     if dist.get_world_size(group) < 1:
         return ()
-    return tuple(dist.get_process_group_ranks(group))
+    return members_of(tuple(dist.get_process_group_ranks(group)))
+
+
+def members_of(ranks: tuple[int, ...]) -> Members:
+    """Return the shortest form of a group's ranks; equal for equal ranks."""
+    if len(ranks) > 1 and ranks[0] < ranks[1]:
+        regular = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+        if tuple(regular) == ranks:
+            return regular
+    return ranks
 
 
 def exchange_device(group: Group) -> torch.device:

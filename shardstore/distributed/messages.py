@@ -26,9 +26,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
+
+from shardstore.distributed.groups import Members
 
 T = TypeVar("T")
 
@@ -88,18 +91,21 @@ class Channel:
 
     Args:
         purpose: name of the channel, the same on all ranks.
+        members: global numbers of the ranks that use it.
         after: the previous channel, which this one replaces because a rank was lost.
 
     Attributes:
-        rank: rank of this process.
+        rank: global rank of this process.
         is_broken: whether a rank was lost. The ranks then use a new channel.
         kept: short sends that nobody waits for. If one is freed before gloo has sent it, its
             connection sends nothing more.
     """
 
-    def __init__(self, purpose: str, after: Channel | None = None) -> None:
+    def __init__(self, purpose: str, members: Members, after: Channel | None = None) -> None:
         self.rank, self.is_broken = dist.get_rank(), False
-        self._world_size = dist.get_world_size()
+        self._members = members
+        if members != range(dist.get_world_size()):
+            purpose = f"{xxhash.xxh3_64_hexdigest(repr(members).encode())}/{purpose}"
         self._outcome: bytes | None = None
         store = _get_default_store()
         self._number: int = 0 if after is None else after._number + 1
@@ -126,7 +132,7 @@ class Channel:
         return bool(self._links)
 
     def gather(self, wait_s: float) -> list[int]:
-        """Wait until every rank of the world has called it.
+        """Wait until every member has called it.
 
         Returns:
             The ranks that did not call it within ``wait_s`` seconds. Only one rank gets them, and
@@ -136,7 +142,7 @@ class Channel:
             RuntimeError: the store is gone.
         """
         # In this order: a rank that dies in between does not keep the others waiting here.
-        if self._store.add("here", 1) == self._world_size:
+        if self._store.add("here", 1) == len(self._members):
             self._store.set("all", "")
         self._store.set(f"here/{self.rank}", "")
         late = attempt(lambda: self._store.wait(["all"], timedelta(seconds=wait_s)))
@@ -145,8 +151,7 @@ class Channel:
         if self._store.add("late", 1) > 1:
             self.posted(GRACE_S)
             return []
-        everyone = range(self._world_size)
-        return [rank for rank in everyone if not self._store.check([f"here/{rank}"])]
+        return [rank for rank in self._members if not self._store.check([f"here/{rank}"])]
 
     def connect(self, ranks: Collection[int], wait_s: float) -> None:
         """Connect with other ranks. Each of them calls it with this rank.

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from shardstore.dict_utils import Path, dotted, empty_like, leaves
-from shardstore.distributed.groups import group_rank, group_size
 from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
-from shardstore.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
 from shardstore.state_dict_utils import check_state
 
 if TYPE_CHECKING:
@@ -54,20 +52,17 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
         KeyNameError: two tensors have the same key.
     """
     check_state(state_dict)
-    return _adopt(state_dict).state
+    return _adopt(state_dict)
 
 
-def adopt_for_save(state_dict: ShardedStateDict, *, claims: bool = False) -> Adopted:
+def adopt_for_save(state_dict: ShardedStateDict, *, arrays: bool = False) -> ShardedStateDict:
     """Return the state dict with DTensors as sharded tensors, and plain tensors too if it has any.
 
     Args:
         state_dict: the state dict of the save.
-        claims: make sharded tensors of the plain tensors in any case, for ranks that hold different
-            ones.
+        arrays: make sharded tensors of the plain tensors in any case.
     """
-    if not claims and not _dtensors(state_dict):
-        return Adopted(state_dict)
-    return _adopt(state_dict, claims=claims)
+    return _adopt(state_dict) if arrays or _dtensors(state_dict) else state_dict
 
 
 def adopt_for_load(
@@ -81,7 +76,7 @@ def adopt_for_load(
     """
     if not needs_adoption(state_dict):
         return state_dict
-    return _adopt(state_dict, stored(), claims=True).state
+    return _adopt(state_dict, stored())
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:
@@ -90,21 +85,6 @@ def needs_adoption(state_dict: ShardedStateDict) -> bool:
         return True
     values = [value for _, value in leaves(state_dict)]
     return any(map(_is_plain, values)) and not any(isinstance(v, ShardedBase) for v in values)
-
-
-@dataclass
-class Adopted:
-    """A converted state dict.
-
-    Attributes:
-        state: the sharded state dict.
-        plain: path -> plain tensor that became an array.
-        adoption: whether plain tensors became arrays, and which rank has the main replica.
-    """
-
-    state: ShardedStateDict
-    plain: dict[Path, torch.Tensor] = field(default_factory=dict)
-    adoption: Literal["no", "rank 0", "lowest"] = "no"
 
 
 def _is_plain(value: Any) -> bool:
@@ -122,19 +102,10 @@ def _dtensors(state: Any) -> list[DTensor]:
     return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
 
 
-def _adopt(state: Any, stored: Container[str] | None = None, *, claims: bool = False) -> Adopted:
-    """Convert a state dict; for a load, with the keys of the stored arrays.
-
-    With ``claims``, or if the meshes do not contain all ranks, the lowest rank that holds a plain
-    tensor has its main copy. Otherwise rank 0 has it.
-    """
+def _adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
+    """Convert a state dict; for a load, with the keys of the stored arrays."""
     kind = _dtensor_type()
-    rank, world_size = group_rank(None), group_size(None)
-    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(state)}
-    ranks = {int(n) for mesh in meshes.values() for n in mesh.mesh.flatten().tolist()}
-    claims = claims or (bool(ranks) and len(ranks) < world_size)
     seen: dict[str, Path] = {}
-    plain: dict[Path, torch.Tensor] = {}
 
     def key_of(path: Path) -> str:
         key = dotted(path)
@@ -163,10 +134,7 @@ def _adopt(state: Any, stored: Container[str] | None = None, *, claims: bool = F
         if isinstance(value, kind):
             return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
         if _is_plain(value) and (stored is None or dotted(path) in stored):
-            plain[path] = value
-            shard_type = ClaimedTensor if claims else ShardedTensor
-            replica_id = 0 if claims else rank
-            return shard_type.from_rank_offsets(key_of(path), value, replica_id=replica_id)
+            return ClaimedTensor.from_rank_offsets(key_of(path), value)
         return value
 
-    return Adopted(walk(state, ()), plain, "lowest" if claims else "rank 0")
+    return cast(ShardedStateDict, walk(state, ()))

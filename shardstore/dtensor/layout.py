@@ -7,9 +7,9 @@ axis. Every rank computes the parts of all ranks without communication.
 
 A mesh defines which of its ranks hold copies of a shard. Ranks outside the mesh may hold another
 copy (a norm sharded over the data-parallel ranks of each tensor-parallel rank), or nothing (another
-pipeline stage). So if a mesh does not contain all ranks, the ranks exchange the shards that they
-hold (:func:`claims`, sent with the reports of a save), and the lowest rank that holds a shard
-writes it.
+pipeline stage). So unless the mesh has exactly the ranks of the save or load, these exchange the
+shards that they hold (:func:`claims`, sent with the reports of a save), and the first rank that
+holds a shard writes it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -25,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import torch
 
 from shardstore.coverage import as_flat_range
-from shardstore.dict_utils import nested_values
-from shardstore.distributed.groups import group_rank, group_size
+from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import AccessPatternError
 from shardstore.mapping import (
     LocalNonpersistentObject,
@@ -40,6 +41,7 @@ from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
@@ -181,18 +183,30 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
         # No rank holds an element, and one rank creates the array.
         runs, cuts, replica_id = [((0, n),) for n in shape], [[] for _ in shape], tuple(coordinate)
         local = local.new_empty(shape)
-    kind = ShardedTensor if mesh.size() == group_size(None) else ClaimedTensor
 
     def build(*_: object) -> ShardedStateDict:
         axes = list(map(tuple, cuts))
-        shards = _shards(kind, key, local, shape, axes, runs, not loading, replica_id)
+        shards = _shards(key, local, shape, axes, runs, not loading, replica_id, _ranks_of(mesh))
         return {str(i): shard for i, shard in enumerate(shards)}
 
-    return ShardedTensorFactory(key, local, build, lambda _: made)
+    return DTensorFactory(key, local, build, lambda _: made)
+
+
+class DTensorFactory(ShardedTensorFactory):
+    """A factory that :func:`sharded_from_dtensor` made."""
+
+
+def is_description(value: object) -> bool:
+    """Return whether a sharded value was made of a DTensor or plain tensor, not by the program."""
+    return isinstance(value, ClaimedTensor | DTensorFactory)
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def _shards(
-    kind: type[ShardedTensor],
     key: str,
     local: torch.Tensor,
     shape: tuple[int, ...],
@@ -200,6 +214,7 @@ def _shards(
     runs: Sequence[Runs],
     may_be_flat: bool,
     replica_id: ReplicaId = 0,
+    holders: frozenset[int] = frozenset(),
 ) -> list[ShardedTensor]:
     """Return this rank's sharded tensors, which share the local tensor's memory: a box for each
     combination of its runs, or flattened ranges."""
@@ -210,7 +225,8 @@ def _shards(
     for box in itertools.product(*map(_with_position, runs)):
         start, size = tuple(run[0] for run in box), tuple(run[1] for run in box)
         data = local[tuple(slice(position, position + n) for _, n, position in box)]
-        shard = kind(key, data, data.dtype, size, shape, start, regular, replica_id)
+        shard = ClaimedTensor(key, data, data.dtype, size, shape, start, regular, replica_id)
+        shard.holders = holders
         found.append(as_flat_range(shard) if flat else shard)
     return found
 
@@ -239,35 +255,59 @@ def _order(tensor: DTensor) -> list[int]:
 
 @dataclass
 class ClaimedTensor(ShardedTensor):
-    """A sharded tensor that ranks outside the DTensor's mesh may also hold, with the same replica
-    id."""
+    """A sharded tensor that further ranks may hold, with the same replica ids.
+
+    Attributes:
+        holders: the global ranks whose replica ids differ: those of the DTensor's mesh; none for a
+            plain tensor.
+    """
+
+    holders: frozenset[int] = frozenset()
 
 
-def _claimed(state: ShardedStateDict) -> list[ClaimedTensor]:
-    """Return the claimed tensors that are the main replicas within their own meshes."""
+def among(state: ShardedStateDict, ranks: Ranks) -> ShardedStateDict:
+    """Return the state for a save or load by some ranks, with copies of its claimed tensors.
+
+    If the main replica of a shard may be on another rank, each copy becomes a main replica, until
+    :func:`apply_claims` chooses one.
+    """
+    everyone = frozenset(ranks.members)
+
+    def of_ranks(value: Any) -> Any:
+        if isinstance(value, ClaimedTensor):
+            value = copy(value)
+            if not value.holders <= everyone:
+                value.replica_id = 0
+        return value
+
+    return cast(ShardedStateDict, dict_list_map_outplace(of_ranks, state))
+
+
+def claimed(state: ShardedStateDict, ranks: Ranks) -> list[ClaimedTensor]:
+    """Return the tensors of :func:`among` that are main replicas, and that ranks outside of
+    their holders may hold too."""
     found = [value for value in nested_values(state) if isinstance(value, ClaimedTensor)]
-    return [tensor for tensor in found if is_main_replica(tensor.replica_id)]
+    everyone = frozenset(ranks.members)
+    return [one for one in found if one.holders != everyone and is_main_replica(one.replica_id)]
 
 
-def claims(state: ShardedStateDict) -> bytes:
-    """Return a report of the main replicas on this rank that ranks outside their meshes may also
-    hold, with this rank as their owner."""
-    rank = group_rank(None)
-    return pickle.dumps({_sharded_tensor_shard_id(tensor): rank for tensor in _claimed(state)})
+def claims(state: ShardedStateDict, ranks: Ranks) -> bytes:
+    """Return a report of this rank's :func:`claimed` tensors."""
+    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in claimed(state, ranks)])
 
 
-def decide_claims(reports: Sequence[bytes]) -> bytes:
-    """Return the lowest rank that holds each shard, from :func:`claims` or earlier results."""
+def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
+    """Return the first rank that holds each shard, from the :func:`claims` of the ranks."""
     owners: dict[_ShardId, int] = {}
-    for report in reports:
-        for identity, rank in pickle.loads(report).items():
-            owners[identity] = min(rank, owners.get(identity, rank))
+    for rank, report in zip(ranks, reports, strict=True):
+        for identity in pickle.loads(report):
+            owners.setdefault(identity, rank)
     return pickle.dumps(owners)
 
 
-def apply_claims(state: ShardedStateDict, decided: bytes) -> None:
+def apply_claims(state: ShardedStateDict, decided: bytes, ranks: Ranks) -> None:
     """Give the shards that another rank writes a replica id other than 0, in place."""
-    owners, rank = pickle.loads(decided), group_rank(None)
-    for tensor in _claimed(state):
+    owners, rank = pickle.loads(decided), ranks.rank
+    for tensor in claimed(state, ranks):
         if owners.get(_sharded_tensor_shard_id(tensor), rank) != rank:
             tensor.replica_id = rank + 1

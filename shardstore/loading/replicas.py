@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from shardstore.distributed.groups import Group, global_ranks
+from shardstore.distributed.groups import Group, Members, global_ranks
 from shardstore.errors import ArgumentError
 from shardstore.storage.movers.parallel import local_ranks
 from shardstore.storage.stores.location import Location
-
-Members: TypeAlias = range | tuple[int, ...]
-"""Global numbers of a group's ranks; a range, if they are evenly spaced, to send few bytes."""
 
 Offer: TypeAlias = tuple[Members, str, bool] | None
 """A rank's group, its ``share_replicas``, and whether it wants to share. ``None``: it gave no
@@ -43,24 +40,15 @@ def offer(group: Group, share: str, place: Location) -> Offer:
     of_host = local_ranks() if os.environ.get("LOCAL_WORLD_SIZE") else 0
     is_far = not place.is_local or len({rank // of_host for rank in ranks if of_host}) > 1
     shares = share == "always" or (share == "auto" and is_far)
-    return members_of(ranks), share, shares and len(ranks) > 1
+    return ranks, share, shares and len(ranks) > 1
 
 
-def members_of(ranks: tuple[int, ...]) -> Members:
-    """Return the shortest form of a group's ranks; equal for equal ranks."""
-    if len(ranks) > 1 and ranks[0] < ranks[1]:
-        regular = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
-        if tuple(regular) == ranks:
-            return regular
-    return ranks
-
-
-def agree(offers: Sequence[Offer], url: str) -> frozenset[Members]:
+def agree(offers: Mapping[int, Offer], url: str) -> frozenset[Members]:
     """Return the groups that do not share, because with ``"auto"`` some of their ranks do not want
     it. The coordinator calls it.
 
     Args:
-        offers: by rank.
+        offers: by rank; a rank of a group that does not load has none.
         url: URL of the checkpoint, for the error text.
 
     Raises:
@@ -68,8 +56,8 @@ def agree(offers: Sequence[Offer], url: str) -> frozenset[Members]:
             another ``share_replicas``.
     """
     apart: set[Members] = set()
-    for members in dict.fromkeys(told[0] for told in offers if told is not None and told[2]):
-        theirs = [offers[rank] for rank in members]
+    for members in dict.fromkeys(told[0] for told in offers.values() if told and told[2]):
+        theirs = [offers.get(rank) for rank in members]
         if all(told is not None and told[0] == members and told[2] for told in theirs):
             continue
         if any(told is None or told[:2] != (members, "auto") for told in theirs):

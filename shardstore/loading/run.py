@@ -32,10 +32,10 @@ from shardstore.dict_utils import (
     shaped_like,
     united,
 )
-from shardstore.distributed.coordinator import GroupRanks, Ranks
+from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_load, needs_adoption
-from shardstore.dtensor.layout import apply_claims, claims, decide_claims
+from shardstore.dtensor.layout import among, apply_claims, claimed, claims, decide_claims
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -154,19 +154,22 @@ class _Request:
             :func:`number_lists`.
         wanted: its sharded tensors and objects.
         nonpersistent, factories: parts that :func:`load_preprocess` splits off.
+        ranks: the ranks of the load.
     """
 
     state: ShardedStateDict
     wanted: ShardedStateDict
     nonpersistent: StateDict
     factories: StateDict
+    ranks: Ranks
 
     @classmethod
-    def of(cls, state: ShardedStateDict) -> _Request:
+    def of(cls, state: ShardedStateDict, ranks: Ranks) -> _Request:
         """Split a state dict."""
         state, _ = number_lists(state, built=False)
         wanted, nonpersistent, factories = load_preprocess(state)
-        return cls(state, extract_sharded_base(wanted)[0], nonpersistent, factories)
+        wanted = among(extract_sharded_base(wanted)[0], ranks)
+        return cls(state, wanted, nonpersistent, factories, ranks)
 
     def restricted(self, keys: Container[str]) -> _Request:
         """Return the request without tensors, objects and factories of which no key is in
@@ -177,7 +180,7 @@ class _Request:
             parts = [part for _, part in leaves([built]) if isinstance(part, ShardedBase)]
             return bool(parts) and not any(part.key in keys for part in parts)
 
-        return self.of(extract_matching_values(self.state, is_left_out)[1])
+        return self.of(extract_matching_values(self.state, is_left_out)[1], self.ranks)
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -186,8 +189,7 @@ def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]
     Args:
         call: the arguments of this rank.
     """
-    require_group("process_group", call.process_group)
-    ranks = GroupRanks.of(call.process_group)
+    ranks = Ranks.of(call.process_group)
     try:
         return _run_once(call, ranks)
     except Exception as problem:
@@ -223,9 +225,9 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
     step = partial(ranks.step, f"loading {location.url}")
     with metered("load", location.url, callback) as meter, collector_paused():
         (offered, request), answer = step(
-            lambda: _prepare(call, location),
+            lambda: _prepare(call, location, ranks),
             lambda prepared: pickle.dumps(_report(call, prepared[1], prepared[:1])),
-            lambda said: _agree(call, location, _parsed(said)),
+            lambda said: _agree(call, location, _parsed(said), ranks),
             _joined,
             error=error,
         )
@@ -235,16 +237,15 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
             if request is None or asked is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 adopted, owners = step(
-                    watched(lambda: _adopt(call, context)),
-                    lambda adopted: claims(adopted.wanted),
-                    decide_claims,
-                    decide_claims,
+                    watched(lambda: _adopt(call, context, ranks)),
+                    lambda adopted: claims(adopted.wanted, ranks),
+                    lambda reports: decide_claims(reports, ranks.members),
                 )
-                apply_claims(adopted.wanted, owners)
+                apply_claims(adopted.wanted, owners, ranks)
                 _, answer = step(
                     lambda: pickle.dumps(_report(call, adopted)),
                     bytes,
-                    lambda said: pickle.dumps(_checked(call, _parsed(said))),
+                    lambda said: pickle.dumps(_checked(call, _parsed(said), ranks)),
                     _joined,
                 )
                 request, asked = adopted, pickle.loads(answer)
@@ -258,7 +259,8 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
         log_event(
             logger,
             "load",
-            f"{location.url}: loaded, {meter.now.bytes_total} bytes on rank 0 in {seconds:.3f} s",
+            f"{location.url}: loaded, {meter.now.bytes_total} bytes on rank {ranks.rank} "
+            f"in {seconds:.3f} s",
             url=location.url,
             bytes=meter.now.bytes_total,
             seconds=seconds,
@@ -315,8 +317,9 @@ def open_checkpoint(
 # -- the request -----------------------------------------------------------------------------------
 
 
-def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None]:
-    """Check the arguments, and split the state dict unless this needs the stored keys."""
+def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _Request | None]:
+    """Check the arguments, and split the state dict unless this needs the stored keys or the claims
+    of other ranks."""
     require_group("replica_group", call.replica_group)
     state = call.sharded_state_dict
     check_state(state)
@@ -336,15 +339,17 @@ def _prepare(call: LoadCall, location: Location) -> tuple[Offer, _Request | None
     offered = offer(call.replica_group, call.share_replicas, location)
     if needs_adoption(call.sharded_state_dict):
         return offered, None
-    return offered, _Request.of(call.sharded_state_dict)
+    request = _Request.of(call.sharded_state_dict, ranks)
+    return offered, None if claimed(request.wanted, ranks) else request
 
 
-def _adopt(call: LoadCall, context: LoadContext) -> _Request:
+def _adopt(call: LoadCall, context: LoadContext, ranks: Ranks) -> _Request:
     """Find the stored arrays of plain tensors and DTensors."""
     strategy, _ = find_strategies(context, call.sharded_strategy)
     place = context.stored.location.place
     return _Request.of(
-        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place))
+        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place)),
+        ranks,
     )
 
 
@@ -388,24 +393,25 @@ def _joined(said: Sequence[bytes]) -> bytes:
     return pickle.dumps(joined)
 
 
-def _agree(call: LoadCall, location: Location, reports: Sequence[_Report]) -> bytes:
+def _agree(call: LoadCall, location: Location, reports: Sequence[_Report], ranks: Ranks) -> bytes:
     """Read the documents for all ranks, and check their requests. The coordinator calls it.
 
     Returns:
         Pickled: the checkpoint and its documents; the result of :func:`_checked`, ``None`` if the
         shards of a rank are not known yet; the groups that do not share.
     """
-    apart = agree([one for report in reports for one in report.offers], location.url)
+    offered = (one for report in reports for one in report.offers)
+    apart = agree(dict(zip(ranks.members, offered, strict=True)), location.url)
     if call.verify_integrity:
         check_integrity(location)
     documents = read_documents(location, DOCUMENTS)
     asked: set[str] | None = None
     if all(report.shards for report in reports):
-        asked = _checked(call, reports) if documents[CONFIG_FNAME] is not None else set()
+        asked = _checked(call, reports, ranks) if documents[CONFIG_FNAME] is not None else set()
     return pickle.dumps(((location.url, documents), asked, apart))
 
 
-def _checked(call: LoadCall, reports: Sequence[_Report]) -> set[str]:
+def _checked(call: LoadCall, reports: Sequence[_Report], ranks: Ranks) -> set[str]:
     """Check that the main replicas of all ranks cover each tensor once.
 
     Returns:
@@ -413,7 +419,7 @@ def _checked(call: LoadCall, reports: Sequence[_Report]) -> set[str]:
     """
     shards = [report.shards for report in reports]
     if call.validate_access_integrity:
-        check_reports(shards)
+        check_reports(shards, ranks.members)
     compares = call.compares_all or any(report.has_empty for report in reports)
     return keys_of(shards) if compares else set()
 

@@ -113,7 +113,7 @@ class Restored:
 
 class CheckpointManager:
     """Saves, keeps and restores the checkpoints of one run. Every rank makes one, with equal
-    arguments.
+    arguments. With ``process_group``, only its ranks do, and its first rank counts as rank 0.
 
     Steps are folders directly below the root, named by number. The manager never deletes a folder
     with another name, or one that no manager saved. Rank 0 deletes steps in the background. It
@@ -138,9 +138,12 @@ class CheckpointManager:
         sweep_after: in an object store, remove the remains of an unfinished save after nothing was
             written to it for this time. On local disks the same holds for a save of another host;
             if its process ran on this host and is dead, they are removed at once.
+        process_group: the ranks that save and restore together, see :func:`shardstore.save`;
+            default: all. Each group needs a root of its own.
 
     Raises:
-        ArgumentError: a rule or the prefix has a wrong type or value.
+        ArgumentError: a rule or the prefix has a wrong type or value, or this rank is not a member
+            of the group.
     """
 
     def __init__(
@@ -155,11 +158,15 @@ class CheckpointManager:
         prefix: str = "step-",
         storage_options: Mapping[str, Any] | None = None,
         sweep_after: timedelta = timedelta(days=1),
+        process_group: Any = None,
     ) -> None:
         self.root = Location.of(root, storage_options)
         self.policy = Retention(
             keep_last=keep_last, keep_every=keep_every, best=best, metric=metric, mode=mode
         )
+        if process_group is not None:
+            Ranks.of(process_group)  # a rank that is not a member would delete steps too
+        self._group = process_group
         self._prefix = prefix
         self._sweep_after = sweep_after
         self._swept = False
@@ -240,8 +247,9 @@ class CheckpointManager:
         strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
         preprocess = given.pop("preprocess_common_before_consistancy_check", None)
         content = given.pop("content_metadata", None)
+        ranks = Ranks.of(self._group)
 
-        def prepared(claims: bool) -> Part:
+        def prepared(arrays: bool) -> Part:
             if error is not None:
                 raise error
             return prepare(
@@ -249,13 +257,14 @@ class CheckpointManager:
                 place.place,
                 options_of("save", given, validate_access_integrity=validate),
                 save_strategies(*strategies),
-                claims=claims,
+                arrays=arrays,
+                ranks=ranks,
                 preprocess=preprocess,
                 content_metadata=content,
             )
 
         with self._steps.using(used):
-            session, _ = run_save(place.place, prepared)
+            session, _ = run_save(ranks, place.place, prepared)
         self._steps.damaged.discard(about.step)
         if self._is_first:
             self._later(lambda: self._steps.note_save(self.policy, about, session.record))
@@ -282,7 +291,8 @@ class CheckpointManager:
         place, about, steps, given, error = self._prepare(step, metrics, options)
         with ExitStack() as stack:
             stack.enter_context(self._steps.using(steps))
-            handle = async_save(state, place.place, **given, _error=error)
+            group = self._group
+            handle = async_save(state, place.place, process_group=group, **given, _error=error)
             used = stack.pop_all()
         first = self._is_first  # the process group may be destroyed when the job runs
 
@@ -371,7 +381,7 @@ class CheckpointManager:
                 to an earlier step; a shape mismatch or a store that fails does not.
         """
         self._open()
-        steps, ranks, what = self._steps, Ranks.current(), f"restoring from {self.root.url}"
+        steps, ranks, what = self._steps, Ranks.of(self._group), f"restoring from {self.root.url}"
         error: BaseException | None = None
         callback: ProgressCallback | None = None
         try:
@@ -399,7 +409,13 @@ class CheckpointManager:
                 place = steps.place(chosen)
                 if text is None:
                     try:
-                        loaded = load(state, place.place, progress=callback, **options)
+                        loaded = load(
+                            state,
+                            place.place,
+                            progress=callback,
+                            process_group=self._group,
+                            **options,
+                        )
                         break
                     except Exception as problem:
                         if step is not None or ranks.is_broken:
@@ -445,7 +461,7 @@ class CheckpointManager:
     @property
     def _is_first(self) -> bool:
         """Whether this is rank 0, the only rank that deletes steps."""
-        return group_rank(None) == 0
+        return group_rank(self._group) == 0
 
     def _open(self) -> None:
         """Sweep the remains of dead saves, once."""

@@ -20,15 +20,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
-from shardstore.dict_utils import Path, diff, dotted, united
+from shardstore.dict_utils import Path, diff, dotted, nested_values, united
+from shardstore.dtensor.layout import ClaimedTensor, is_description
 from shardstore.errors import AccessPatternError, StructureError
-from shardstore.mapping import StateDict
+from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
 from shardstore.storage.format import dtypes
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import LIST_LENGTH, as_text
@@ -51,14 +52,13 @@ class Report(NamedTuple):
 
     Attributes:
         has_shards: whether the caller gave sharded tensors, sharded objects or factories.
-        adoption: whether the plain tensors became arrays, with rank 0's or the lowest rank's copy
-            as main replica; ``None`` if the rank has no plain tensors.
+        has_arrays: whether the plain tensors became arrays; ``None`` if the rank has none.
         tensors: digest of the paths of the plain tensors.
         values: digest of all paths, and of the values if they are compared.
     """
 
     has_shards: bool
-    adoption: Literal["no", "rank 0", "lowest"] | None
+    has_arrays: bool | None
     tensors: bytes
     values: bytes
 
@@ -77,15 +77,13 @@ class Leaf(NamedTuple):
     pickled: bytes = b""
 
 
-def must_claim(reports: Sequence[Report]) -> bool:
-    """Return whether every rank has to make arrays of its plain tensors, of which the lowest rank
-    has the main replica, because the ranks hold different tensors."""
-    kinds = {report.adoption for report in reports} - {None}
-    if len(kinds) != 1:
-        return bool(kinds)
-    if kinds == {"no"} and any(report.has_shards for report in reports):
-        return False
-    return kinds != {"lowest"} and len({report.tensors for report in reports}) > 1
+def must_be_arrays(reports: Sequence[Report]) -> bool:
+    """Return whether every rank has to make arrays of its plain tensors: some rank does, or the
+    ranks hold different tensors and no sharded types."""
+    kinds = {report.has_arrays for report in reports} - {None}
+    if any(report.has_shards for report in reports):
+        return len(kinds) > 1
+    return False in kinds and (True in kinds or len({report.tensors for report in reports}) > 1)
 
 
 @dataclass
@@ -96,14 +94,33 @@ class PlainValues:
         common: common values. The coordinator adds those of other ranks, in place.
         arrays: path -> plain tensor that became an array.
         compared: the common values that the ranks compare; ``None``: they compare none.
-        has_shards, adoption: see :class:`Report`.
+        has_shards: see :class:`Report`.
     """
 
     common: StateDict
     arrays: Mapping[Path, torch.Tensor]
     compared: StateDict | None
     has_shards: bool
-    adoption: Literal["no", "rank 0", "lowest"]
+
+    @classmethod
+    def of(
+        cls, given: StateDict, sharded: ShardedStateDict, common: StateDict, compared: Any
+    ) -> PlainValues:
+        """Return the values of a state dict that was split.
+
+        Args:
+            given: the caller's state dict.
+            sharded: its sharded values, with plain tensors that became arrays.
+            common: its other values.
+            compared: see :attr:`compared`.
+        """
+        arrays = {
+            path: value.data
+            for path, value in _walked(sharded)
+            if isinstance(value, ClaimedTensor) and not value.holders and value.data is not None
+        }
+        shards = (value for value in nested_values(given) if isinstance(value, ShardedBase))
+        return cls(common, arrays, compared, not all(map(is_description, shards)))
 
     @cached_property
     def leaves(self) -> dict[Path, Any]:
@@ -123,7 +140,7 @@ class PlainValues:
         tensors = [path for path, value in self.leaves.items() if isinstance(value, torch.Tensor)]
         return Report(
             self.has_shards,
-            self.adoption if tensors else None,
+            bool(self.arrays) if tensors else None,
             _digest(sorted(map(repr, tensors))),
             b"" if self.has_shards else _digest(sorted(map(repr, self.digests.items()))),
         )
@@ -145,56 +162,42 @@ class PlainValues:
             found[path] = Leaf(digest, path in self.arrays, pickled)
         return pickle.dumps(found)
 
-    def unite(self, reports: Sequence[bytes], url: str, *, equal: bool) -> None:
+    def unite(self, reports: Mapping[int, bytes], url: str, *, equal: bool) -> None:
         """Add the values that only other ranks hold to :attr:`common`. The coordinator calls it.
 
         Args:
-            reports: :meth:`differing` of every rank, in rank order.
+            reports: rank -> its :meth:`differing`; the coordinator first.
             url: target of the save, for texts.
             equal: raise an error for copies that differ; otherwise log a warning.
 
         Raises:
             AccessPatternError: the values of two ranks do not fit into one state dict, or differ.
         """
+        coordinator, *others = reports
         held = {
-            path: (0, Leaf(digest, path in self.arrays)) for path, digest in self.digests.items()
+            path: (coordinator, Leaf(digest, path in self.arrays))
+            for path, digest in self.digests.items()
         }
         structure = _nested(dict.fromkeys(held))
-        others: defaultdict[Path, list[int]] = defaultdict(list)
-        for rank, report in enumerate(reports[1:], 1):
+        differing: defaultdict[Path, list[int]] = defaultdict(list)
+        for rank in others:
             new: dict[Path, Leaf] = {}
-            for path, leaf in pickle.loads(report).items():
+            for path, leaf in pickle.loads(reports[rank]).items():
                 owner, first = held.setdefault(path, (rank, leaf))
                 if owner == rank:
                     new[path] = leaf
                 elif leaf.is_array != first.is_array:
                     raise _conflict(url, path, rank, f"rank {owner} has a tensor or another value")
                 elif leaf.digest and first.digest and not self._same(path, first, leaf):
-                    others[path].append(rank)
+                    differing[path].append(rank)
             try:
                 united(structure, _nested(dict.fromkeys(new)))
             except StructureError as error:
                 raise _conflict(url, next(iter(new)), rank, str(error)) from error
-            values = {path: leaf for path, leaf in new.items() if not leaf.is_array}
-            united(
-                self.common,
-                _nested({path: pickle.loads(leaf.pickled) for path, leaf in values.items()}),
-            )
-        if not others:
-            return
-        shown = "; ".join(
-            f"{dotted(path)!r} on ranks {_listed(ranks)}" for path, ranks in [*others.items()][:8]
-        )
-        text = (
-            f"saving to {url}: {len(others)} value(s) differ between ranks, and the lowest rank's "
-            f"are saved. They differ from it at {shown}. {REMEDY}"
-        )
-        if equal:
-            path, ranks = next(iter(others.items()))
-            raise AccessPatternError(
-                f"replicas='equal': {text}", key=dotted(path), rank=ranks[0], url=url
-            )
-        logger.warning("%s; replicas='equal' makes this an error", text)
+            values = {p: pickle.loads(leaf.pickled) for p, leaf in new.items() if not leaf.is_array}
+            united(self.common, _nested(values))
+        if differing:
+            _tell(differing, url, equal=equal)
 
     def _same(self, path: Path, first: Leaf, other: Leaf) -> bool:
         if first.digest == other.digest:
@@ -203,6 +206,23 @@ class PlainValues:
             return False
         held = pickle.loads(first.pickled) if first.pickled else self.leaves[path]
         return not any(diff([held], [pickle.loads(other.pickled)]))
+
+
+def _tell(differing: Mapping[Path, Sequence[int]], url: str, *, equal: bool) -> None:
+    """Log that copies differ, or raise the error if they must be ``equal``."""
+    shown = "; ".join(
+        f"{dotted(path)!r} on ranks {_listed(ranks)}" for path, ranks in [*differing.items()][:8]
+    )
+    text = (
+        f"saving to {url}: {len(differing)} value(s) differ between ranks, and the first rank's "
+        f"are saved. They differ from it at {shown}. {REMEDY}"
+    )
+    if equal:
+        path, ranks = next(iter(differing.items()))
+        raise AccessPatternError(
+            f"replicas='equal': {text}", key=dotted(path), rank=ranks[0], url=url
+        )
+    logger.warning("%s; replicas='equal' makes this an error", text)
 
 
 def _walked(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from shardstore.coverage import is_empty_range
-from shardstore.distributed.groups import global_ranks
+from shardstore.distributed.groups import Members, global_ranks
 from shardstore.errors import AccessPatternError
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -78,7 +78,7 @@ class Offer(NamedTuple):
         main: one bit per shard: whether the rank holds its main replica.
     """
 
-    members: tuple[int, ...]
+    members: Members
     digest: bytes
     main: int
 
@@ -118,13 +118,13 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
     return Offer(members, digest, main)
 
 
-def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
+def agree(offers: Iterable[Offer | None]) -> dict[Members, int]:
     """Return group -> one bit per shard (whether the group writes it), for groups whose ranks hold
     the same shards.
 
     The coordinator calls it with the reports of all ranks.
     """
-    groups: dict[tuple[int, ...], list[Offer]] = {}
+    groups: dict[Members, list[Offer]] = {}
     for one in offers:
         if one is not None:
             groups.setdefault(one.members, []).append(one)
@@ -140,7 +140,7 @@ def agree(offers: Iterable[Offer | None]) -> dict[tuple[int, ...], int]:
 
 
 def accepted(
-    tensors: Iterable[ShardedTensor], group: Any, agreed: Mapping[tuple[int, ...], int], rank: int
+    tensors: Iterable[ShardedTensor], group: Any, agreed: Mapping[Members, int], rank: int
 ) -> SharedWrites:
     """Return the shards that this rank's group divides, if there are any.
 

@@ -12,14 +12,13 @@ from typing import Any, cast
 
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import group_rank, group_size, require_group
+from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_save
-from shardstore.dtensor.layout import apply_claims
+from shardstore.dtensor.layout import among
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.mapping import (
     CommonStateDict,
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
     StateDict,
@@ -49,20 +48,21 @@ from shardstore.validation import (
 
 
 def run_save(
-    place: str | Path, prepared: Callable[[bool], Part]
+    ranks: Ranks, place: str | Path, prepared: Callable[[bool], Part]
 ) -> tuple[SaveSession, AsyncRequest | None]:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`.
 
     Args:
+        ranks: the ranks of the save.
         place: the target as the caller gave it, for error texts.
         prepared: returns this rank's part of the save, see :func:`prepare`; its argument is
-            ``claims``. Every rank raises its error.
+            ``arrays``. Every rank raises its error.
 
     Returns:
         The session, and the request that writes and commits if the save is asynchronous.
     """
     with collector_paused():
-        session, part = SaveSession.begin(Ranks.current(), place, prepared)
+        session, part = SaveSession.begin(ranks, place, prepared)
         return session, session.run(lambda session: _write(session, part))
 
 
@@ -72,7 +72,8 @@ def prepare(
     options: SaveOptions,
     strategies: tuple[SaveShardedStrategy, SaveCommonStrategy],
     *,
-    claims: bool = False,
+    ranks: Ranks,
+    arrays: bool = False,
     background: str | None = None,
     preprocess: Callable[[CommonStateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
@@ -81,7 +82,8 @@ def prepare(
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Args:
-        claims: see :func:`adopt_for_save`.
+        ranks: the ranks of the save.
+        arrays: see :func:`adopt_for_save`.
         background: see :class:`Part`.
 
     :func:`shardstore.save` describes the other arguments.
@@ -104,11 +106,11 @@ def prepare(
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
             "async_sharded_save out or use another strategy"
         )
-    has_shards = any(isinstance(value, ShardedBase) for value in nested_values(given_state))
-    adopted = adopt_for_save(given_state, claims=claims)
-    apply_factories(adopted.state)
-    state_dict, _ = number_lists(adopted.state, built=True)
+    state_dict = adopt_for_save(given_state, arrays=arrays)
+    apply_factories(state_dict)
+    state_dict, _ = number_lists(state_dict, built=True)
     sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
+    sharded = among(sharded, ranks)
     attributes = {}
     if content_metadata is not None:
         if CONTENT_METADATA_KEY in sharded or not isinstance(
@@ -122,7 +124,8 @@ def prepare(
         common[CONTENT_METADATA_KEY] = content_metadata
         attributes[CONTENT_METADATA_KEY] = _attributes(content_metadata)
     if (key := common_strategy.object_key) is not None:
-        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=group_rank(None))
+        number = ranks.members.index(ranks.rank)
+        sharded[key] = ShardedObject(key, common, (1,), (0,), replica_id=number)
     part = Part(
         target=target,
         options=options,
@@ -141,9 +144,9 @@ def prepare(
     if options.validate_access_integrity:
         noted = common_strategy.notes_objects and not sharded_strategy.can_handle_sharded_objects
         part.copies = copies_of(nested_values(state_dict), objects=noted)
-    if group_size(None) > 1:
+    if ranks.world_size > 1:
         compared = preprocessed(common, preprocess) if options.validate_access_integrity else None
-        part.plain = PlainValues(common, adopted.plain, compared, has_shards, adopted.adoption)
+        part.plain = PlainValues.of(given_state, sharded, common, compared)
     return part
 
 
@@ -161,9 +164,8 @@ def _write(session: SaveSession, part: Part) -> AsyncRequest | None:
     if agreed.common and not session.ranks.is_coordinator:
         equal = session.options.replicas == "equal"
         mine = comparable((part.plain and part.plain.compared) or {})
-        compare_common(mine, agreed.common, session.ranks.rank, equal=equal)
+        compare_common(mine, agreed.common, session.ranks, equal=equal)
     tensors, objects = part.sharded, None
-    apply_claims(tensors, agreed.owners)
     if not sharded_strategy.can_handle_sharded_objects:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)
         objects, tensors = extract_sharded_objects(tensors)

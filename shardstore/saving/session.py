@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,15 +25,18 @@ import xxhash
 
 from shardstore.coverage import (
     Layouts,
+    check_descriptions,
     check_reports,
+    describe,
     keys_of,
     merge_layouts,
     not_alone,
     report_shards,
 )
-from shardstore.dict_utils import Path
+from shardstore.dict_utils import Path, nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.layout import claims, decide_claims
+from shardstore.distributed.groups import Members
+from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
@@ -104,7 +108,7 @@ class Part:
         """The tensors in :attr:`sharded`."""
         return sharded_tensors_of(self.sharded)
 
-    def unite(self, reports: Sequence[bytes]) -> None:
+    def unite(self, reports: Mapping[int, bytes]) -> None:
         """Add the values that only other ranks hold, see :meth:`PlainValues.unite`."""
         assert self.plain is not None
         self.plain.unite(reports, self.target.url, equal=self.options.replicas == "equal")
@@ -114,6 +118,7 @@ class _Opening(NamedTuple):
     """A rank's report at the beginning of a save."""
 
     place: str
+    described: bytes
     needs_layouts: bool
     plain: plain.Report | None
     copies: bytes
@@ -142,7 +147,7 @@ class Agreement(NamedTuple):
     common: bytes
     digests: Mapping[Path, bytes] | None
     base_documents: dict[str, bytes] | None
-    shares: Mapping[tuple[int, ...], int]
+    shares: Mapping[Members, int]
     tellers: Sequence[int]
     owners: bytes
 
@@ -225,12 +230,13 @@ class SaveSession:
             if agreed is None:
                 part, agreed = cls._agree(ranks, what, partial(prepare, True), begun)
             assert agreed is not None
+            apply_claims(part.sharded, agreed.owners, ranks)
             if agreed.digests is not None and part.plain is not None:
                 ranks.step(
                     what,
                     partial(part.plain.differing, agreed.digests),
                     bytes,
-                    lambda reports: part.unite(reports),
+                    lambda reports: part.unite(dict(zip(ranks.members, reports, strict=True))),
                 )
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
             session = cls(ranks, part, agreed, attempt)
@@ -256,24 +262,26 @@ class SaveSession:
         def opening() -> bytes:
             part = prepare()
             prepared.append(part)
+            validate = part.options.validate_access_integrity
             report = _Opening(
                 f"to {part.target.url} with base={part.base and part.base.url}",
+                describe(nested_values(part.sharded)) if validate else b"",
                 bool(not_alone(part.tensors)),
                 None if part.plain is None else part.plain.report(),
                 xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-                claims(part.sharded),
+                claims(part.sharded, ranks),
                 replicas.offer(part.tensors, part.options.replica_group),
             )
-            return pickle.dumps(report)
+            return pickle.dumps([report])
 
         def decide(reports: list[bytes]) -> bytes:
-            openings = [pickle.loads(report) for report in reports]
+            openings = [one for report in reports for one in pickle.loads(report)]
             told = [opening.plain for opening in openings if opening.plain is not None]
-            if plain.must_claim(told):
+            if plain.must_be_arrays(told):
                 return pickle.dumps(None)
-            return pickle.dumps(_agreed(openings, prepared[0], begun))
+            return pickle.dumps(_agreed(openings, prepared[0], begun, ranks))
 
-        _, answer = ranks.step(what, opening, bytes, decide)
+        _, answer = ranks.step(what, opening, bytes, decide, _joined)
         return prepared[0], pickle.loads(answer)
 
     def run(self, work: Callable[[SaveSession], AsyncRequest | None]) -> AsyncRequest | None:
@@ -349,7 +357,7 @@ class SaveSession:
                 report_shards(not_alone(tensors)),
                 what=self.planning,
                 error=self.failure,
-                decide=lambda reports: pickle.dumps(merge_layouts(reports)),
+                decide=lambda reports: pickle.dumps(merge_layouts(reports, self.ranks.members)),
             )
         # Before pieces are sent, so that no rank waits for one that could not plan.
         result, _ = self.ranks.step(self.planning, lambda: plan(pickle.loads(answer)))
@@ -459,7 +467,7 @@ class SaveSession:
         """Merge and check the manifests of all ranks. The coordinator calls it."""
         merged = merge_reports([self.manifest, *reports[1:]], self.options)
         if self.options.validate_access_integrity:
-            _check_objects(merged, self.ranks.world_size)
+            _check_objects(merged)
             if self.zarr_format is not None:
                 written = {*(meta.key for meta in merged.arrays), *merged.objects}
                 for rank, copies in merged.copies.items():
@@ -485,23 +493,42 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> Agreement:
+def _joined(reports: Sequence[bytes]) -> bytes:
+    """Join the reports of several ranks into one, with equal descriptions stored once."""
+    known: dict[bytes, bytes] = {}
+    return pickle.dumps(
+        [
+            one._replace(
+                described=known.setdefault(one.described, one.described),
+                claims=known.setdefault(one.claims, one.claims),
+            )
+            for report in reports
+            for one in pickle.loads(report)
+        ]
+    )
+
+
+def _agreed(
+    openings: Sequence[_Opening], part: Part, begun: list[Attempt], ranks: Ranks
+) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
-    first, *others = [one.place for one in openings]
-    for rank, other in enumerate(others, 1):
-        if other != first:
+    place, by_rank = openings[0].place, dict(zip(ranks.members, openings, strict=True))
+    for rank, opening in by_rank.items():
+        if opening.place != place:
             raise AccessPatternError(
-                f"rank 0 saves {first} but rank {rank} {other}; give every rank the same place "
-                "and base",
+                f"rank {ranks.first} saves {place} but rank {rank} {opening.place}; give every "
+                "rank the same place and base",
                 rank=rank,
             )
-    if others and (url := part.target.url).startswith("memory://"):
+    if len(openings) > 1 and (url := part.target.url).startswith("memory://"):
         raise StorageError(
             f"{url} is the memory of one process, but {len(openings)} ranks save; give a folder or "
             "an object store that all of them see",
             url=url,
         )
+    described = {rank: one.described for rank, one in by_rank.items() if one.described}
+    check_descriptions(described.values(), described)
     common, digests = b"", None
     told = [opening.plain for opening in openings if opening.plain is not None]
     if part.plain is not None and any(report.has_shards for report in told):
@@ -512,7 +539,7 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
     # The first rank with each set of copies.
-    tellers = {one.copies: rank for rank, one in reversed([*enumerate(openings)]) if one.copies}
+    tellers = {one.copies: rank for rank, one in reversed(by_rank.items()) if one.copies}
     return Agreement(
         attempt.id,
         any(opening.needs_layouts for opening in openings),
@@ -521,7 +548,7 @@ def _agreed(openings: Sequence[_Opening], part: Part, begun: list[Attempt]) -> A
         base,
         replicas.agree(opening.offer for opening in openings),
         list(tellers.values()),
-        decide_claims([opening.claims for opening in openings]),
+        decide_claims([opening.claims for opening in openings], ranks.members),
     )
 
 
@@ -530,18 +557,18 @@ def session_of(place: str | os.PathLike[str] | Location) -> SaveSession | None:
     return _open.get(Location.of(place).url)
 
 
-def _check_objects(merged: Merged, world_size: int) -> None:
+def _check_objects(merged: Merged) -> None:
     """Check that each sharded object is written once, that grids of objects are complete, and that
     no key names both an object and a tensor."""
-    held: list[list[ShardedObject]] = [[] for _ in range(world_size)]
+    held: dict[int, list[ShardedObject]] = defaultdict(list)
     for unique_key, ranks in merged.objects.items():
         for rank in ranks:
             held[rank].append(ShardedObject.empty_from_unique_key(unique_key))
-    reports = [report_shards(objects) for objects in held]
+    reports = [report_shards(objects) for objects in held.values()]
     if both := keys_of(reports) & {meta.key for meta in merged.arrays}:
         raise AccessPatternError(
             f"Invalid access pattern: key {min(both)!r} is both a tensor's and a sharded object's; "
             "rename one of them",
             key=min(both),
         )
-    check_reports(reports)
+    check_reports(reports, [*held])

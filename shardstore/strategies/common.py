@@ -99,7 +99,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             CheckpointingException: a value cannot be pickled.
             StorageError: the store failed.
         """
-        if not Ranks.current().is_coordinator:
+        session = session_of(checkpoint_dir)
+        if not (Ranks.current() if session is None else session.ranks).is_coordinator:
             return
         data = _dumped(common_state_dict, "the common (non-sharded) state")
         _writer(checkpoint_dir)(COMMON_STATE_FNAME, data)

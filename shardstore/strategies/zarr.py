@@ -27,6 +27,7 @@ from shardstore.coverage import (
     report_shards,
 )
 from shardstore.distributed.coordinator import Ranks
+from shardstore.dtensor.layout import among
 from shardstore.errors import (
     CheckpointingException,
     ChunkMissingError,
@@ -168,12 +169,14 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         place: str | Path,
         carry_out: Callable[[SaveSession, WritePlan], AsyncRequest | None],
     ) -> AsyncRequest | None:
+        if (session := session_of(place)) is None:
+            state_dict = among(state_dict, ranks := Ranks.current())
         tensors = sharded_tensors_of(state_dict)
 
         def work(session: SaveSession) -> AsyncRequest | None:
             return carry_out(session, self._plan(session, tensors))
 
-        if (session := session_of(place)) is not None:
+        if session is not None:
             return work(session)
         # The strategy is called directly: begin a save.
         part = Part(
@@ -182,7 +185,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             sharded=state_dict,
             background="" if carry_out is stage_chunks else None,
         )
-        session, _ = SaveSession.begin(Ranks.current(), place, lambda _: part)
+        session, _ = SaveSession.begin(ranks, place, lambda _: part)
         return session.run(work)
 
     def _plan(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> WritePlan:
@@ -300,7 +303,9 @@ def _create_or_open_zarr_arrays(
     what = f"creating arrays below {location.url}"
     told = report_shards(not_alone(sharded_tensors))
     layouts: Layouts = pickle.loads(
-        ranks.together(told, what=what, decide=lambda all_: pickle.dumps(merge_layouts(all_)))
+        ranks.together(
+            told, what=what, decide=lambda all_: pickle.dumps(merge_layouts(all_, ranks.members))
+        )
     )
 
     def create() -> None:

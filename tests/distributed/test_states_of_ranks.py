@@ -1,4 +1,4 @@
-"""What some rank holds is saved, whoever holds it, or refused by key and rank; nothing is dropped."""
+"""What some rank holds is saved, whoever holds it, or refused by key and rank."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def check_lowest(found: Any, own: Any, every: list[Any], path: tuple[Any, ...]) 
         if isinstance(value, dict | list) and value:
             check_lowest(found[key], value, every, here)
             continue
-        lowest = next(state for state in map(lambda s: at(s, here), every) if state is not MISSING)
+        lowest = next(one for s in every if (one := at(s, here)) is not MISSING)
         if isinstance(value, dict | list):
             assert isinstance(found[key], type(value)), (here, found[key])
         elif not isinstance(lowest, dict | list) or not isinstance(value, torch.Tensor):

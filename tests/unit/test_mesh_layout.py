@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardstore.dtensor.layout import AxisCut, _shards, fragments, held
-from shardstore.mapping import ShardedTensor
 
 CUTS = st.lists(
     st.builds(AxisCut, st.integers(1, 4), st.sampled_from([1, 1, 2, 3])), max_size=3
@@ -64,7 +63,7 @@ def test_parts_make_up_the_local_tensor(
         runs = [held(rows, a, i), held(columns, b, j)]
         if not all(runs):
             continue
-        for part in _shards(ShardedTensor, "k", local, (rows, columns), (a, b), runs, False):
+        for part in _shards("k", local, (rows, columns), (a, b), runs, False):
             assert part.data is not None
             assert torch.equal(part.data, full[part.global_slice()])
             seen[part.global_slice()] += 1
@@ -72,5 +71,5 @@ def test_parts_make_up_the_local_tensor(
 
 
 def test_a_scalar_has_one_part() -> None:
-    (part,) = _shards(ShardedTensor, "k", torch.zeros(()), (), (), [], True)
+    (part,) = _shards("k", torch.zeros(()), (), (), [], True)
     assert part.local_shape == ()

@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 
+from shardstore.distributed.groups import Members, members_of
 from shardstore.errors import ArgumentError
-from shardstore.loading.replicas import Offer, agree, members_of, offer
+from shardstore.loading.replicas import Offer, agree, offer
 from shardstore.storage.stores.location import Location
 
 URL = "s3://bucket/run/step-1"
@@ -17,18 +18,22 @@ def told(ranks: tuple[int, ...], share: str = "always", shares: bool = True) -> 
     return members_of(ranks), share, shares
 
 
+def agreed(offers: list[Offer]) -> frozenset[Members]:
+    return agree(dict(enumerate(offers)), URL)
+
+
 def test_ranks_that_all_share_or_all_do_not() -> None:
     twos = [told((0, 2)), told((1, 3)), told((0, 2)), told((1, 3))]
-    assert agree(twos, URL) == frozenset()
-    assert agree([None] * 4, URL) == frozenset()
-    assert agree([told((0, 1, 2), "never", False), None, None], URL) == frozenset()
+    assert agreed(twos) == frozenset()
+    assert agreed([None] * 4) == frozenset()
+    assert agreed([told((0, 1, 2), "never", False), None, None]) == frozenset()
     mixed = [told((0, 1)), told((0, 1), "auto"), told((2,), "always", False), None]
-    assert agree(mixed, URL) == frozenset()
+    assert agreed(mixed) == frozenset()
 
 
 def test_a_group_that_is_not_given_by_all_is_named() -> None:
     with pytest.raises(ArgumentError) as caught:
-        agree([told((0, 2)), told((1, 3)), told((0, 2)), None], URL)
+        agreed([told((0, 2)), told((1, 3)), told((0, 2)), None])
     assert caught.value.url == URL
     assert str(caught.value) == (
         "loading s3://bucket/run/step-1: rank(s) [1] gave the group of ranks [1, 3] with "
@@ -40,25 +45,25 @@ def test_a_group_that_is_not_given_by_all_is_named() -> None:
 def test_other_choices_are_named() -> None:
     for share in ("never", "auto"):
         with pytest.raises(ArgumentError, match=rf"\[1\] gave .* with share_replicas='{share}'"):
-            agree([told((0, 1)), told((0, 1), share, False)], URL)
+            agreed([told((0, 1)), told((0, 1), share, False)])
     with pytest.raises(ArgumentError, match=r"rank\(s\) \[1, 2\] gave none"):
-        agree([told((0, 1, 2), "auto"), None, None], URL)
+        agreed([told((0, 1, 2), "auto"), None, None])
 
 
 def test_by_auto_all_share_or_none() -> None:
     near, far = told((0, 2), "auto", False), told((0, 2), "auto", True)
     other = told((1, 3), "auto", True)
     for first, second in ((near, far), (far, near)):
-        assert agree([first, other, second, other], URL) == {range(0, 3, 2)}
+        assert agreed([first, other, second, other]) == {range(0, 3, 2)}
 
 
 def test_many_ranks_are_few_bytes_and_few_words() -> None:
     count = 10_000
     every = told(tuple(range(count)))
     assert len(pickle.dumps(every)) < 100
-    assert agree([every] * count, URL) == frozenset()
+    assert agreed([every] * count) == frozenset()
     with pytest.raises(ArgumentError, match="and 9991 more] gave") as caught:
-        agree([every] * (count - 1) + [None], URL)
+        agreed([every] * (count - 1) + [None])
     assert len(str(caught.value)) < 500
 
 

@@ -26,7 +26,7 @@ def outcome(ranks: list[list[ShardedTensor | ShardedObject]]) -> str:
     said = []
     for told in (reports, joined, [coverage.join_reports(joined)]):
         try:
-            coverage.check_reports(told)
+            coverage.check_reports(told, range(len(ranks)))
             said.append("")
         except CheckpointingException as error:
             said.append(f"{type(error).__name__}: {error}")
@@ -74,7 +74,7 @@ def test_what_comes_back_is_what_was_described() -> None:
     thing = ShardedObject("o", 5, (2,), (1,), 1)
     reports = [coverage.report_shards([tensor, 7, thing])]
     assert coverage.keys_of(reports) == {"k", "o"}
-    assert coverage._by_key(coverage._parsed(reports)) == {
+    assert coverage._by_key(coverage._parsed(reports), [0]) == {
         "k": [(0, tensor.without_data())],
         "o": [(0, thing.without_data())],
     }

@@ -1,0 +1,148 @@
+"""Ranks, also those that hold only copies, describe a tensor or object alike, or a save is an error
+on all of them that names key, ranks and both sides, before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardstore
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor
+from shardstore.errors import (
+    AccessPatternError,
+    CheckpointingException,
+    DTypeMismatchError,
+    ShapeMismatchError,
+)
+from shardstore.mapping import ShardedTensorFactory
+from tests.helpers.scenarios import Scenario, raised, remains
+
+WORLD = 4
+Sides = tuple[tuple[int, ...], torch.dtype]
+LEFT: Sides = ((4, 2), torch.float32)
+SHAPE: Sides = ((4, 3), torch.float32)
+DTYPE: Sides = ((4, 2), torch.int32)
+
+
+def zeros(side: Sides) -> torch.Tensor:
+    return torch.zeros(side[0], dtype=side[1])
+
+
+def copy(rank: int, side: Sides) -> Any:
+    return ShardedTensor.from_rank_offsets("k", zeros(side), replica_id=rank)
+
+
+def built(rank: int, side: Sides) -> Any:
+    def build(key: str, tensor: Any, *_: Any) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)}
+
+    return ShardedTensorFactory("k", zeros(side), build, lambda parts: parts["w"])
+
+
+def flat(rank: int, side: Sides) -> Any:
+    """Halves, each with a copy."""
+    values = zeros(side).reshape(-1).chunk(2)[rank % 2]
+    cut = slice(rank % 2 * len(values), (rank % 2 + 1) * len(values))
+    return ShardedTensor.from_rank_offsets_flat(
+        "k", values, side[0], flattened_range=cut, replica_id=rank // 2
+    )
+
+
+def of_stage(rank: int, side: Sides) -> Any:
+    """A DTensor of each of two meshes, which both stages hold whole."""
+    stage = rank // 2 * 2
+    mesh = DeviceMesh("cpu", [stage, stage + 1], _init_backend=False)
+    whole = zeros(side)
+    local, axes = whole.chunk(2)[rank % 2], [Shard(0)]
+    return DTensor.from_local(
+        local, mesh, axes, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def plain(rank: int, side: Sides) -> Any:
+    return zeros(side)
+
+
+def thing(rank: int, side: Sides) -> Any:
+    return ShardedObject("k", rank, side[0][1:], (0,), replica_id=rank)
+
+
+def irregular(rank: int, side: Sides) -> Any:
+    found = copy(rank, side)
+    found.axis_fragmentations = None
+    return found
+
+
+Make = Callable[[int, Sides], Any]
+CASES: tuple[tuple[Make, Make, Sides, type[CheckpointingException]], ...] = (
+    *((make, make, SHAPE, ShapeMismatchError) for make in (copy, built, flat, of_stage, plain)),
+    *((make, make, DTYPE, DTypeMismatchError) for make in (copy, built, flat, of_stage, plain)),
+    (thing, thing, SHAPE, ShapeMismatchError),
+    (copy, irregular, LEFT, AccessPatternError),
+    (copy, thing, SHAPE, AccessPatternError),
+)
+
+
+def ways(state: dict[str, Any], place: Path) -> dict[str, Callable[[], object]]:
+    everyone = dist.group.WORLD
+    return {
+        "save": lambda: shardstore.save(state, place),
+        "v2": lambda: shardstore.save(state, place, ("zarr", 1)),
+        "torch_dist": lambda: shardstore.save(state, place, ("torch_dist", 1)),
+        "async": lambda: shardstore.async_save(state, place),
+        "manager": lambda: CheckpointManager(place).save(1, state),
+        "group": lambda: shardstore.save(state, place, process_group=everyone),
+    }
+
+
+def copies_are_described_alike(rank: int, world_size: int, folder: Path) -> None:
+    for number, (make, other, side, kind) in enumerate(CASES):
+        there = rank >= 2
+        values = {"k": other(rank, side) if there else make(rank, LEFT)}
+        values["same"] = copy(rank, LEFT)
+        values["same"].key = "same"
+        state = shardstore.shard(values) if make in (of_stage, plain) else values
+        for way, call in ways(state, folder / str(number) / "c").items():
+            error = raised(call)
+            told: list[Any] = [None] * world_size
+            dist.all_gather_object(told, (type(error), str(error)))
+            assert told == [(kind, str(error))] * world_size, (number, way, told)
+            assert all(f"on rank {n}" in str(error) for n in (0, 2)), (way, error)
+            assert "'k'" in str(error)
+            shown = {ShapeMismatchError: 0, DTypeMismatchError: 1}.get(kind)
+            if shown is not None and make is not thing:
+                assert str(LEFT[shown]) in str(error), (way, error)
+                assert str(side[shown]) in str(error), (way, error)
+        assert remains(folder) == [], number
+        dist.barrier()
+
+
+def a_load_says_the_same(rank: int, world_size: int, folder: Path) -> None:
+    shardstore.save({"k": copy(rank, LEFT)}, folder / "c")
+    wanted = {"k": copy(rank, LEFT if rank < 2 else SHAPE)}
+    error = raised(lambda: shardstore.load(wanted, folder / "c"))
+    assert isinstance(error, ShapeMismatchError)
+    assert "has global_shape (4, 2) on rank 0 and (4, 3) on rank 2" in str(error)
+
+
+def the_check_can_be_turned_off(rank: int, world_size: int, folder: Path) -> None:
+    state = {"k": copy(rank, LEFT if rank < 2 else SHAPE)}
+    shardstore.save(state, folder / "c", validate_access_integrity=False)
+    assert shardstore.load_plain_tensors(folder / "c")["k"].shape == (4, 2)
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    copies_are_described_alike,
+    a_load_says_the_same,
+    the_check_can_be_turned_off,
+)
+
+
+def test_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
