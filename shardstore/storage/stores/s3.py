@@ -112,6 +112,8 @@ def _wrong_endpoint(url: str) -> str | None:
         parts.port  # noqa: B018 (it raises)
     except ValueError:
         return "is no URL: give one such as http://host:9000"
+    if parts.query or parts.fragment or "//" in parts.path:
+        return "has a query, a fragment or two slashes after its host, which no server has there"
     return None if parts.hostname else "names no host: give a URL such as http://host:9000"
 
 
@@ -203,7 +205,7 @@ async def s3_settings(fs: Any, url: str) -> S3Settings:
         keep_quiet_about({}, *found)
     return S3Settings(
         region=region if region and not region.startswith("aws-") else "us-east-1",
-        endpoint=client.meta.endpoint_url,
+        endpoint=client.meta.endpoint_url.rstrip("/"),
         credentials=found,
         unsupported=_unsupported(fs, client, url),
     )
