@@ -8,12 +8,14 @@ that does not answer blocks a rank for a limited time only.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -84,7 +86,11 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
     given = s3.s3fs_options(options) if is_s3 else options
     try:
-        made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
+        # The root alone: the rest of a URL is a name, and sets no option such as version_aware.
+        root = "/".join(url.split("/")[:3])
+        made = fsspec.core.url_to_fs(root, skip_instance_cache=True, **given)[0]
+        if is_s3:
+            made.split_path = partial(_bucket_and_key, made.split_path)
         # A listing of the claims decides who owns a target, so it must not come from a cache. Not
         # all file systems have an option for this.
         made.dircache = DirCache(use_listings_cache=False)
@@ -102,6 +108,13 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         f"{sorted(map(str, options))} with those of fsspec's {protocol} file system",
         url=url,
     )
+
+
+def _bucket_and_key(split: Callable[[str], tuple[str, ...]], path: str) -> tuple[str, str, None]:
+    """Return the bucket and the key of a path, as TensorStore and listings have them: s3fs would
+    take "?versionId=" for the end of a key."""
+    bucket, path = split(path)[0], re.sub("^s3a?://", "", path).lstrip("/")
+    return bucket, path[len(bucket) + 1 :], None
 
 
 class RemoteStore:
