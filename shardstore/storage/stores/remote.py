@@ -420,7 +420,8 @@ class RemoteStore:
         try:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # concurrent first requests would each create a session
-                    sync(self.fs.loop, self.fs.set_session, timeout=_left(deadline))
+                    settings = (s3.s3_settings, self.fs, self.url)  # it checks what it finds
+                    sync(self.fs.loop, *settings, timeout=_left(deadline))
             found = sync(self.fs.loop, call, *args, timeout=_left(deadline), **kwargs)
         except FSTimeoutError:
             raise too_late(self.url, seconds) from None
@@ -441,7 +442,9 @@ class RemoteStore:
         except CheckpointingException:
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            if code_of(error) == "NoSuchBucket" or not absent:
+            # A client names a file of this machine that it lacks, such as a credential_process.
+            is_of_client = error.filename is not None and isinstance(self.fs, AsyncFileSystem)
+            if code_of(error) == "NoSuchBucket" or is_of_client or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None
         except Exception as error:  # the libraries have their own exception types

@@ -271,7 +271,7 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
         said = f"HTTP {status[1]}" if code is None else f"{code[1]} (HTTP {status[1]})"
-        advice = remedy((code or status)[1], doing)
+        advice = remedy((code or status)[1], doing, text)
     else:
         said = plain_words(text)
         advice = NO_TRUST if "curl_code='60'" in text else no_answer(url)
