@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from shardstore.core import parse_config
-from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
 from shardstore.inspection.opened import matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
 from shardstore.storage.checkpoint import OWN_FILES, ReplacedError, StoredCheckpoint
@@ -240,6 +240,8 @@ class _Verification:
         try:
             yield
         except (CheckpointingException, OSError, ValueError, TypeError, RecursionError) as error:
+            if isinstance(error, StorageError) and not self.location.is_local:
+                raise  # the store failed, or refused: that is no damage
             about = "" if key is None else f" (key {key!r})"
             is_ours = isinstance(error, CheckpointingException)
             text = str(error) if is_ours else f"PATH{about} is damaged: {error}"

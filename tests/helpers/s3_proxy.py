@@ -34,6 +34,9 @@ class Fault(Enum):
     """What is done to a request that a rule picks."""
 
     SLOW_DOWN = "503 SlowDown; the server sees nothing"
+    ABSENT = "404 NoSuchKey; the server sees nothing"
+    DENIED = "403 AccessDenied; the server sees nothing"
+    LOCKED = "400 InvalidRequest, as of a bucket with an object lock; the server sees nothing"
     RESET_BEFORE = "reset before the server sees anything"
     RESET_IN_REQUEST = "reset after half of the request's body went to the server"
     DROP_ANSWER = "the server does the work, then reset in place of its answer"
@@ -61,6 +64,7 @@ class Rule:
         fault: what happens to them.
         methods: HTTP methods; empty for all.
         path: regular expression searched for in the decoded ``/bucket/key?query``.
+        client: regular expression searched for in the header ``User-Agent``.
         conditional: only requests with If-None-Match or If-Match.
         copies: only requests for a copy on the server's side.
         skip: how many matching requests pass unharmed first.
@@ -72,6 +76,7 @@ class Rule:
     fault: Fault
     methods: tuple[str, ...] = ()
     path: str = ""
+    client: str = ""
     conditional: bool = False
     copies: bool = False
     skip: int = 0
@@ -84,6 +89,8 @@ class Rule:
         if self.methods and head.method not in self.methods:
             return False
         if not re.search(self.path, head.path):
+            return False
+        if not re.search(self.client, " ".join(head.fields("user-agent"))):
             return False
         if self.conditional and not (head.fields("if-none-match") or head.fields("if-match")):
             return False
@@ -360,8 +367,8 @@ class _Connection:
             async for _ in _body(self.reader, head.body_bytes()):
                 pass
             await asyncio.Event().wait()
-        if fault is Fault.SLOW_DOWN:
-            await self._slow_down(head, passed)
+        if fault in _REFUSALS:
+            await self._refuse(head, fault, passed)
             return
         if fault is Fault.IGNORE_CONDITIONS:
             head = head.without("if-none-match", "if-match")
@@ -453,18 +460,18 @@ class _Connection:
         if fault is Fault.TRUNCATE_ANSWER:
             raise EOFError
 
-    async def _slow_down(self, head: Head, passed: Passed) -> None:
+    async def _refuse(self, head: Head, fault: Fault, passed: Passed) -> None:
         async for _ in _body(self.reader, head.body_bytes()):
             pass
+        status, message = _REFUSALS[fault]
+        code = str(fault.value).split()[1].rstrip(";,")
         body = (
-            b'<?xml version="1.0" encoding="UTF-8"?>'
-            b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message>"
-            b"<RequestId>1</RequestId></Error>"
-        )
-        passed.status = 503
-        await self._reply(
-            "503 Slow Down", "application/xml", b"" if head.method == "HEAD" else body
-        )
+            '<?xml version="1.0" encoding="UTF-8"?>'
+            f"<Error><Code>{code}</Code><Message>{message}</Message>"
+            "<RequestId>1</RequestId></Error>"
+        ).encode()
+        passed.status = int(status.split()[0])
+        await self._reply(status, "application/xml", b"" if head.method == "HEAD" else body)
 
     async def _control(self, head: Head) -> None:
         if head.path == "/-/reset":
@@ -477,6 +484,17 @@ class _Connection:
         self.writer.write(Head(f"HTTP/1.1 {status}", headers).encode() + body)
         await self.writer.drain()
 
+
+_REFUSALS = {
+    Fault.SLOW_DOWN: ("503 Slow Down", "Please reduce your request rate."),
+    Fault.ABSENT: ("404 Not Found", "The specified key does not exist."),
+    Fault.DENIED: ("403 Forbidden", "Access Denied"),
+    Fault.LOCKED: (
+        "400 Bad Request",
+        "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with "
+        "Object Lock parameters",
+    ),
+}
 
 _WHOLE_BODY = (
     Fault.RESET_IN_ANSWER,

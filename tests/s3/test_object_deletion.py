@@ -55,7 +55,7 @@ def test_what_is_not_ours_is_known() -> None:
     # With neither claims nor documents, nothing that looks like a chunk is ours.
     assert own_objects.own_names(["w/c", "w/c.0.1", "v1/0.1", "notes/1"]) == []
     assert own_objects.own_names(["o/shard_0_1.pt"]) == []
-    for evidence in ("common.pt", ".attempts/000001.json"):
+    for evidence in ("zarr.json", ".attempts/000001.json"):
         assert own_objects.own_names([evidence, "o/shard_0_1.pt"])[1:] == ["o/shard_0_1.pt"]
     dead = [".attempts/000001.json", "w/c", "w/c.0.1", "v1/0.1"]
     assert own_objects.own_names(dead) == dead[:3]

@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import zarr
+import zarr.codecs
 
 import shardstore
 from scripts.s3_servers import S3Server, free_port
-from shardstore.errors import StorageError
+from shardstore import CheckpointManager
+from shardstore.errors import ChunkMissingError, StorageError
+from shardstore.inspection.verify import verify
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores import remote, tensorstore
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
+from shardstore.strategies import zarr as zarr_strategy
 from tests.helpers.s3_checkpoints import state
 from tests.helpers.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
 
@@ -63,6 +71,94 @@ def test_variables_of_other_credentials_do_not_go_along(
         assert "authorization" in request.headers
         assert "x-amz-security-token" not in request.headers
         assert "x-amz-request-payer" not in request.headers
+
+
+@pytest.mark.parametrize("source", ["option", "client", "AWS_ENDPOINT_URL", "S3", "profile"])
+def test_a_slash_at_the_end_of_an_endpoint_is_in_no_request(
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: str,
+) -> None:
+    options: dict[str, Any] = {"key": s3_server.key, "secret": s3_server.secret}
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        endpoint = f"{proxy.endpoint_url}/"
+        if source == "option":
+            options["endpoint_url"] = endpoint
+        elif source == "client":
+            options["client_kwargs"] = {"endpoint_url": endpoint}
+        elif source == "profile":
+            (tmp_path / "config").write_text(f"[profile of-here]\nendpoint_url = {endpoint}\n")
+            monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+            monkeypatch.setenv("AWS_PROFILE", "of-here")
+        else:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_S3" if source == "S3" else source, endpoint)
+        saved_and_loaded(f"s3://{s3_server.new_bucket()}/run", options)
+        paths = [request.path for request in proxy.passed()]
+    assert len(paths) > 20
+    assert [path for path in paths if path.startswith("//")] == []
+
+
+READERS: dict[str, Callable[[str, dict[str, Any]], object]] = {
+    "load": lambda url, options: shardstore.load(state(0), url, storage_options=options)["b"][0],
+    "one array": lambda url, options: zarr_strategy._load_from_array(
+        state(0)["b"], Location.of(url, options)
+    )[0],
+    "open": lambda url, options: shardstore.open(url, options)["b"][0],
+    "tensorstore": lambda url, options: shardstore.open(f"{url}/of-others", options)["b"][0],
+    "verify": lambda url, options: (
+        verify(StoredCheckpoint(Location.of(url, options)), print).ok and 3
+    ),
+    "manager": lambda url, options: (
+        CheckpointManager(url.rpartition("/")[0], storage_options=options)
+        .restore(state(0))
+        .state["b"][0]
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("fault", "client"), [("ABSENT", "tensorstore"), ("DENIED", "tensorstore"), ("DENIED", "")]
+)
+def test_what_one_client_does_not_find_is_no_damage(
+    s3_server: S3Server, caplog: pytest.LogCaptureFixture, reader: str, fault: str, client: str
+) -> None:
+    """As behind a proxy, or at an address, that only one of the clients uses."""
+    bucket = s3_server.new_bucket()
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        url = f"s3://{bucket}/run/step-1"
+        shardstore.save(state(3), url, storage_options=options)
+        group = zarr.open_group(f"{url}/of-others", mode="w", storage_options=options)
+        group.create_array("b", data=np.full(7, 3.0), compressors=zarr.codecs.GzipCodec())
+        proxy.add(Fault[fault], path="/c[./]0" if client == "" else "", client=client, count=None)
+        said = ""
+        try:
+            assert READERS[reader](url, options) == 3
+        except StorageError as error:
+            said = str(error)
+        said += caplog.text
+        assert "damage" not in said.lower()
+        if fault == "ABSENT":
+            assert "different servers" in said or reader in ("one array", "verify")
+
+
+def test_a_chunk_that_no_client_finds_is_missing(s3_server: S3Server) -> None:
+    """Of a checkpoint; another program's arrays have the fill value there."""
+    bucket, options = s3_server.new_bucket(), s3_server.storage_options
+    url = f"s3://{bucket}/run"
+    shardstore.save(state(3), url, storage_options=options)
+    group = zarr.open_group(f"s3://{bucket}/others", mode="w", storage_options=options)
+    array = group.create_array(
+        "b", shape=8, chunks=4, dtype="f4", fill_value=5, compressors=zarr.codecs.GzipCodec()
+    )
+    array[:4] = 3
+    s3_server.client().delete_object(Bucket=bucket, Key="run/b/c.0")
+    with pytest.raises(ChunkMissingError, match="'b'"):
+        shardstore.load(state(0), url, storage_options=options)
+    opened = shardstore.open(f"s3://{bucket}/others", options)
+    assert opened["b"][:].tolist() == [3] * 4 + [5] * 4
 
 
 @contextmanager

@@ -24,8 +24,10 @@ from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.stores import remote
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.objects import object_io
 from shardstore.strategies import zarr as zarr_strategy
 from tests.helpers.s3_checkpoints import Run, state
+from tests.helpers.s3_proxy import Fault, FaultProxy
 
 LIMIT_S = 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,12 +158,166 @@ def test_a_wrong_region(s3_server: S3Server, kind: str) -> None:
         refused(s3_server.at(endpoint_url), "s3://bucket/run/x", "region")
 
 
+def from_process(folder: Path, **about: str) -> dict[str, str]:
+    """The options of a profile whose credentials a program gives."""
+    said = {"Version": 1, "AccessKeyId": "AKPROCESS00000000000", "SecretAccessKey": "s" * 20}
+    (folder / "answer.py").write_text(f"print({json.dumps({**said, **about})!r})")
+    return {"credential_process": f"{sys.executable} {folder}/answer.py"}
+
+
+def profile(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
+    lines = "\n".join(f"{name} = {value}" for name, value in options.items())
+    (folder / "config").write_text(f"[profile of-the-test]\n{lines}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "none"))
+    monkeypatch.setenv("AWS_PROFILE", "of-the-test")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+CHARACTERS = {
+    "key": lambda text, _: {"key": text},
+    "secret": lambda text, _: {"secret": text},
+    "token": lambda text, _: {"token": text},
+    "region_name": lambda text, _: {"client_kwargs": {"region_name": text}},
+    "s3_additional_kwargs.SSEKMSKeyId": lambda text, _: {
+        "s3_additional_kwargs": {"SSEKMSKeyId": text, "ServerSideEncryption": "aws:kms"}
+    },
+    "config_kwargs.user_agent_extra": lambda text, _: {"config_kwargs": {"user_agent_extra": text}},
+    "access key": lambda text, folder: from_process(folder, AccessKeyId=text),
+    "secret key": lambda text, folder: from_process(folder, SecretAccessKey=text),
+    "session token": lambda text, folder: from_process(folder, SessionToken=text),
+}
+
+
+@pytest.mark.parametrize("name", CHARACTERS)
+@pytest.mark.parametrize("text", ["us-east-1\n", "us-\r\neast-1", "us-east-1\x7f", "\x01us-east-1"])
+def test_a_character_that_no_header_may_have_is_named_at_once(
+    s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    text: str,
+) -> None:
+    """The client libraries refuse it inside this process, and try that again and again."""
+    url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
+    given = CHARACTERS[name](text, tmp_path)
+    if "credential_process" in given:
+        profile(tmp_path, monkeypatch, **given)
+        options = {"endpoint_url": s3_server.endpoint_url}
+    else:
+        options = {**options, **given}
+        if "client_kwargs" in given:
+            options["client_kwargs"]["endpoint_url"] = s3_server.endpoint_url
+    for work in (
+        lambda: shardstore.save(state(1), url, storage_options=options),
+        lambda: shardstore.load({}, url, storage_options=options),
+    ):
+        began = time.monotonic()
+        with pytest.raises(StorageError, match=f"{name} has a character") as caught:
+            work()
+        assert time.monotonic() - began < 10
+        assert "us-east-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sso_session": "corp", "sso_account_id": "1" * 12, "sso_role_name": "R"},
+        {
+            "sso_start_url": "https://corp.awsapps.com/start",
+            "sso_region": "us-east-1",
+            "sso_account_id": "1" * 12,
+            "sso_role_name": "R",
+        },
+        {"credential_process": "/bin/false"},
+        {"credential_process": "/bin/echo no JSON, but AKSECRET000"},
+        {"credential_process": "/nowhere/tool"},
+        {"credential_process": "/etc/hostname"},
+        {"role_arn": "arn:aws:iam::123456789012:role/x", "source_profile": "nowhere"},
+        {
+            "role_arn": "arn:aws:iam::123456789012:role/x",
+            "web_identity_token_file": "/nowhere/token",
+        },
+    ],
+    ids=lambda options: " ".join(options.values())[:30],
+)
+def test_credentials_that_cannot_be_had_are_an_error_with_the_remedy(
+    s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, str],
+) -> None:
+    """No file that is missing on this machine is taken for an object that is missing."""
+    profile(tmp_path, monkeypatch, **options, endpoint_url=s3_server.endpoint_url)
+    with (tmp_path / "config").open("a") as config:
+        config.write(
+            "[sso-session corp]\nsso_region = us-east-1\n"
+            "sso_start_url = https://corp.awsapps.com/start\n"
+        )
+    url = f"s3://{s3_server.new_bucket()}/run"
+    for work in (
+        lambda: shardstore.save(state(1), url),
+        lambda: shardstore.load({}, url),
+        lambda: shardstore.latest(url),
+        lambda: Location.of(url).exists("x"),
+    ):
+        with pytest.raises(StorageError, match=r"aws sso login.*credential_process") as caught:
+            work()
+        assert "AKSECRET" not in f"{caught.value!r} {vars(caught.value.__cause__)}"
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("by", ["tensorstore", "boto", ""])
+def test_a_refusal_to_read_says_that_nothing_may_be_there(s3_server: S3Server, by: str) -> None:
+    """Amazon answers 403 for a missing key if the credentials may not list."""
+    bucket = s3_server.new_bucket()
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        proxy.add(Fault.DENIED, client=f"(?i){by}", count=None)
+        server = s3_server.at(proxy.endpoint_url)
+        with pytest.raises(StorageError, match=r"ListBucket") as caught:
+            load(server, f"s3://{bucket}/run")
+        assert "credentials" in str(caught.value)
+        proxy.add(Fault.DENIED, count=None)
+        with pytest.raises(StorageError) as caught:
+            object_io(Location.of(f"s3://{bucket}/run", server.storage_options)).put(
+                "x", [b"x"], create=False
+            )
+        assert "ListBucket" not in str(caught.value)
+
+
+@pytest.mark.parametrize("client", ["tensorstore", "boto"])
+def test_an_object_lock_is_named_with_the_remedy(s3_server: S3Server, client: str) -> None:
+    """Such a bucket takes no object without a checksum. The remedy sends one with every object."""
+    url = f"s3://{s3_server.new_bucket()}/run"
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        rule = proxy.add(Fault.LOCKED, methods=("PUT",), client=f"(?i){client}", count=None)
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        with pytest.raises(StorageError, match=r"s3_additional_kwargs.*ChecksumAlgorithm"):
+            shardstore.save(state(1), url, storage_options=options)
+        proxy.rules.remove(rule)
+        proxy.log.clear()
+        options = {**options, "s3_additional_kwargs": {"ChecksumAlgorithm": "SHA256"}}
+        shardstore.save(state(1), url, storage_options=options)
+        puts = proxy.passed("PUT")
+        assert len(puts) > 8
+        assert all("x-amz-checksum-sha256" in put.headers for put in puts)
+
+
+@pytest.mark.parametrize("end", ["//", "/?region=x", "#x"])
+def test_an_endpoint_with_more_than_a_host_and_a_path(s3_server: S3Server, end: str) -> None:
+    refused(s3_server.at(f"{s3_server.endpoint_url}{end}"), "s3://bucket/run/x", "endpoint_url has")
+
+
 PROGRAM = """
 import json, logging, os, sys, traceback
 logging.basicConfig(level=logging.INFO)
 logging.getLogger("shardstore").setLevel(logging.DEBUG)
 import shardstore
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.objects import object_io
 from shardstore.strategies import zarr as zarr_strategy
 from tests.helpers.s3_checkpoints import state
 about = json.loads(sys.stdin.readline())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +29,34 @@ def state() -> dict[str, ShardedTensor]:
 def test_a_url_with_parts_that_are_no_names(url: str) -> None:
     for work in (lambda: shardstore.save(state(), url), lambda: shardstore.load(state(), url)):
         with pytest.raises(ArgumentError, match=r"part between slashes that is empty, '.' or '..'"):
+            work()
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("s3://b/a?versionId=3", "s3://b/a"),
+        ("s3a://b/run/a?versionId=", "s3a://b/run/a"),
+        ("s3://b/a?x=1&versionId=3/step-1", "s3://b/a"),
+        ("s3://b?versionId=3", "s3://b"),
+        ("gs://b/a?generation=17", "gs://b/a"),
+        ("az://b/a?versionid=2020-01-01", "az://b/a"),
+        ("s3:///b/a", "s3://b/a"),
+        ("gs:////b", "gs://b"),
+    ],
+)
+def test_a_url_that_clients_read_differently_is_refused(url: str, remedy: str) -> None:
+    for work in (
+        lambda: shardstore.save(state(), url),
+        lambda: shardstore.load(state(), url),
+        lambda: shardstore.open(url),
+        lambda: shardstore.CheckpointManager(url),
+        lambda: StorageWriter(url),
+        lambda: latest(url),
+        lambda: sweep(url),
+        lambda: shardstore.delete_checkpoint(url),
+    ):
+        with pytest.raises(ArgumentError, match=f"give '{re.escape(remedy)}'"):
             work()
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit.attempt import Attempt, exists_error
+from shardstore.storage.commit.identity import has_dcp_metadata
 from shardstore.storage.commit.inventory import (
     COMMITS,
     deletion_rounds,
@@ -64,9 +65,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _is_taken(place: Location) -> bool:
-    """Return whether a local place has a document that commits a checkpoint. A save replaces such a
-    place only if ``overwrite`` is set."""
-    return any(place.exists(name) for name in COMMITS)
+    """Return whether a local place has a document that commits a checkpoint, of shardstore or of
+    PyTorch DCP. A save replaces such a place only if ``overwrite`` is set."""
+    return any(place.exists(name) for name in COMMITS) or has_dcp_metadata(place)
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,14 @@ def is_foreign_node(text: bytes) -> bool:
 
 def is_ours(location: Location) -> bool:
     """Return whether a place holds a shardstore checkpoint that DCP has not overwritten."""
-    if not location.exists("zarr.json"):
-        return False
-    # A shardstore save removes DCP's metadata; a line of text that it may leave is no pickle.
-    metadata = location.read_if_there(DCP_METADATA_NAME)
-    return metadata is None or not metadata.startswith(pickle.PROTO)
+    # A shardstore save removes DCP's metadata.
+    return location.exists("zarr.json") and not has_dcp_metadata(location)
+
+
+def has_dcp_metadata(location: Location) -> bool:
+    """Return whether a place has the metadata of PyTorch DCP, a pickle. The line of text that
+    shardstore writes under its name does not count."""
+    return location.read_range(DCP_METADATA_NAME, 0, 1) == pickle.PROTO
 
 
 def instead(location: Location) -> str | None:

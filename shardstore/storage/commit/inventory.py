@@ -125,13 +125,13 @@ def own_names(
 ) -> list[str]:
     """Return the names below a target that belong to checkpoints, committed or not.
 
-    Checkpoints in subfolders, Zarr arrays and groups of other programs, and all other files are
-    left out. A name that only looks like a chunk (``logs/1``) belongs to a checkpoint if its folder
-    has an array document or is in ``ours``. If claims or marks show that a save or deletion died
-    here, chunks of layout 2 belong to it even without a document, which may be written after them.
-    Arrays of layout 1 belong to a checkpoint beside its documents or the mark of a deletion.
-    Sharded objects belong to a checkpoint if any document, claim or mark shows that there is or was
-    one.
+    No name belongs to one unless a commit (also that of PyTorch DCP), a claim, a mark, or the
+    manifest of known arrays shows that there is or was one. Checkpoints in subfolders, Zarr arrays
+    and groups of other programs, and all other files are left out. A name that only looks like a
+    chunk (``logs/1``) belongs to a checkpoint if its folder has an array document or is in
+    ``ours``. If claims or marks show that a save or deletion died here, chunks of layout 2 belong
+    to it even without a document, which may be written after them. Arrays of layout 1 belong to a
+    checkpoint beside its documents or the mark of a deletion.
 
     Args:
         names: all names below the target.
@@ -147,20 +147,24 @@ def own_names(
         arrays |= old
     foreign = {found[1] for found in map(_ROOT_BELOW.fullmatch, names) if found is not None}
     foreign |= set(others) | (old - arrays)
-    evident = died or not _OWN.isdisjoint(names)
+    has_dcp = DCP_METADATA_NAME in names
+    is_listed = MANIFEST_NAME in names and bool(ours)
+    if not (died or has_dcp or is_listed or any(name in names for name in COMMITS)):
+        return []
 
     def is_own(name: str) -> bool:
         first, below, rest = name.partition("/")
         if not below:
             # A document, or the temporary file of a process that died while writing one.
-            return first.partition(".new-")[0] in _OWN or first.endswith(".distcp")
+            is_data = (died or has_dcp) and first.endswith(".distcp")
+            return is_data or first.partition(".new-")[0] in _OWN
         if first == ATTEMPTS:
             return True
         if first in foreign:
             return False
         if _CHUNK.fullmatch(rest):
             return first in arrays or (died and rest.startswith("c"))
-        return rest in _DOCUMENTS or (evident and object_place(rest) is not None)
+        return (rest in _DOCUMENTS and first in arrays) or object_place(rest) is not None
 
     return list(filter(is_own, names))
 

@@ -37,8 +37,9 @@ from datetime import UTC, datetime
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.commit.attempt import Attempt, SupersededError, exists_error
-from shardstore.storage.commit.identity import ATTEMPTS, is_committed
+from shardstore.storage.commit.identity import ATTEMPTS, has_dcp_metadata, is_committed
 from shardstore.storage.commit.inventory import DELETING, deletion_rounds, numbers, remains
+from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.errors import is_refusal
@@ -449,7 +450,7 @@ def begin(place: Location, options: SaveOptions) -> ObjectAttempt:
     attempt = claimed(place, claims)
     try:
         names = attempt.settled_names()
-        if not options.overwrite and is_committed(place, names):
+        if not options.overwrite and (is_committed(place, names) or _is_of_dcp(place, names)):
             raise exists_error(place)
         if attempt.clear(remains(place, names)):
             attempt.check()
@@ -458,6 +459,12 @@ def begin(place: Location, options: SaveOptions) -> ObjectAttempt:
             attempt.withdraw()
         raise
     return attempt
+
+
+def _is_of_dcp(place: Location, names: Sequence[str]) -> bool:
+    """Return whether a place holds a checkpoint of PyTorch DCP, and no dead save that left one."""
+    dead = any(name.startswith(f"{ATTEMPTS}/") for name in names)
+    return DCP_METADATA_NAME in names and not dead and has_dcp_metadata(place)
 
 
 def _require_conditions(place: Location) -> None:

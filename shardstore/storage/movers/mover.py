@@ -129,6 +129,8 @@ def check_chunk(
     except DamagedCheckpointError as error:
         return 0, BadChunkError("crc", f"cannot be decoded: {_first_line(error)}")
     except OSError as error:
+        if not location.is_local:  # the store failed, or refused: that is no damage
+            raise
         return 0, BadChunkError("unreadable", f"cannot be read: {_first_line(error)}")
 
 

@@ -23,7 +23,14 @@ from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.movers.verify import chunk_error
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
-from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
+from shardstore.storage.stores.tensorstore import (
+    KvStoreIO,
+    kvstore_spec,
+    plain_words,
+    require_absent,
+    shared_context,
+    wait,
+)
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Limit on the bytes of concurrent reads."""
@@ -45,8 +52,8 @@ def open_array(
 
     Raises:
         FormatVersionError: TensorStore does not understand the metadata.
-        StorageError: TensorStore has no driver for the store, or this process was forked after the
-            import of TensorStore.
+        StorageError: TensorStore has no driver for the store, or does not reach the server that
+            s3fs reaches; or this process was forked after the import of TensorStore.
     """
     url = f"{location.url}/{array.node}"
     if has_forked():
@@ -63,6 +70,10 @@ def open_array(
     if array.zarr_format == 2:
         metadata.pop("zarr_format", None)
     kvstore = kvstore_spec(location)
+    document = f"{array.node}/{array.document_name}"
+    # At another server, every chunk would read as the fill value.
+    if fill_missing and location.is_s3 and not KvStoreIO(location).finds(document):
+        require_absent(location, document)
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
         "kvstore": {**kvstore, "path": f"{kvstore['path']}{array.node}/"},
@@ -135,6 +146,7 @@ def _explained(location: Location, read: RegionRead, text: str, manifest: GetMan
         if f'/{array.node}/{name}"' in text:
             problem = BadChunkError("crc", f"is damaged ({text})")
             if missing:
+                require_absent(location, f"{array.node}/{name}")
                 problem = BadChunkError("missing", "is missing")
             return chunk_error(array, index, f"{above}/{name}", problem, manifest)
     return StorageError(

@@ -3,6 +3,7 @@ keeps credentials out of errors and logs."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -64,6 +65,8 @@ def _hidden_record(
 
 
 def _hide(record: logging.LogRecord) -> None:
+    if record.name.endswith((".credentials", ".tokens")):
+        record.exc_info = None  # the caller gets this error, with a remedy
     text = record.getMessage()
     _learn(found for match in _PLACES.finditer(text) for found in match.groups() if found)
     shown = text
@@ -110,6 +113,8 @@ def scrub(error: BaseException) -> None:
             continue
         seen.add(id(one))
         waiting += [one.__cause__, one.__context__]
+        if isinstance(one, json.JSONDecodeError):
+            one.doc = ""  # what a credential_process printed
         response = getattr(one, "response", None)
         if isinstance(response, dict) and isinstance(response.get("Error"), dict):
             said = response["Error"]
@@ -119,6 +124,13 @@ def scrub(error: BaseException) -> None:
 _DENIED = (
     "the store refuses the credentials: check key, secret and token (or AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), and what they are allowed to do in this bucket"
+)
+_ABSENT_PERHAPS = (
+    "; or nothing is there: without s3:ListBucket, a store answers 403 for what is absent"
+)
+_LOCKED = (
+    "the bucket has an object lock, and takes no object without a checksum: give storage_options="
+    "{'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}"
 )
 _REGION = (
     'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
@@ -144,6 +156,10 @@ _CREDENTIALS = (
     "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
     "or give storage_options"
 )
+SETTINGS = (
+    "check region, endpoint, profile (AWS_PROFILE) and AWS_* variables; if the profile uses single "
+    "sign-on, log in again (aws sso login); run its credential_process by hand"
+)
 NO_TRUST = (
     "the server's certificate is not trusted (set AWS_CA_BUNDLE, or client_kwargs={'verify': "
     "FILE}, to a file of trusted certificates)"
@@ -168,32 +184,43 @@ def too_late(url: str, seconds: float) -> StorageError:
     return StorageError(f"{url}: no answer within {seconds:.0f} s; {no_answer(url)}", url=url)
 
 
-def remedy(code: str | None, doing: str = "") -> str:
+def remedy(code: str | None, doing: str = "", text: str = "") -> str:
     """Return the advice for an error that the store returned.
 
     Args:
         code: the store's error code, or the HTTP status.
         doing: the operation that failed. Reads get no advice about saves.
+        text: the store's answer.
     """
+    if "Object Lock" in text:
+        return _LOCKED
     if code == "SlowDown" and doing in _READING:
         return "the store is overloaded: try again later, or with fewer ranks at a time"
-    return _REMEDIES.get(code or "", "see the store's error message")
+    perhaps = _ABSENT_PERHAPS if code in ("AccessDenied", "403") and doing in _READING else ""
+    return _REMEDIES.get(code or "", "see the store's error message") + perhaps
 
 
-def explained(doing: str, url: str, error: BaseException) -> StorageError:
+def explained(
+    doing: str, url: str, error: BaseException, advice: str | None = None
+) -> StorageError:
     """Return a :class:`StorageError` with a remedy for an error of a store's library.
 
     Args:
         doing: the operation that failed, such as ``reading``.
         url: URL of the document or object.
         error: the error of the library; its credentials are removed.
+        advice: the remedy; ``None``: the one for the error.
     """
     scrub(error)
     code = code_of(error)
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300].rstrip(".")
-    if code in _REMEDIES:
-        advice = remedy(code, doing)
+    if advice is not None:
+        pass
+    elif code in _REMEDIES or "Object Lock" in str(error):
+        advice = remedy(code, doing, str(error))
+    elif any(word in name for word in ("SSO", "TokenRetrieval", "CredentialRetrieval")):
+        advice = SETTINGS
     elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
         advice = _CREDENTIALS
     elif "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -201,7 +228,8 @@ def explained(doing: str, url: str, error: BaseException) -> StorageError:
     elif isinstance(error, PermissionError):
         advice = _DENIED if _is_s3(url) else _DENIED_ELSEWHERE
     elif isinstance(error, FileNotFoundError):
-        advice = _NOT_THERE
+        # The file system names a file of this machine, such as that of a web identity.
+        advice = _NOT_THERE if error.filename is None else SETTINGS
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
         or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))

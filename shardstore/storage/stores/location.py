@@ -35,6 +35,7 @@ _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<re
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors of reading a file or folder that does not exist, or is of the other kind."""
 _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
+_VERSION = re.compile(r"\?(?:.*&)?(?:versionid|generation)=.*", re.DOTALL | re.IGNORECASE)
 
 
 def shown(place: object) -> str:
@@ -78,10 +79,18 @@ def url_of(place: object) -> str:
             "object stores accepts: leave it out",
         )
         whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
+        slashes = len(parts["slashes"])
         _require(
-            len(parts["slashes"]) > 1,
+            slashes > 1,
             place,
             f"has lost a slash, as URLs do in pathlib.Path: give {whole!r} as a string",
+        )
+        plain = _VERSION.sub("", whole)
+        _require(
+            plain == whole and (slashes == 2 or scheme not in _OF_BUCKETS),
+            place,
+            "names a version of an object, or has three slashes before the bucket, which not every "
+            f"client reads as a part of the name: give {plain!r}",
         )
     # A file system of a chain may answer from a cache, or keep many names in one file, but claims
     # and commits need the store itself.

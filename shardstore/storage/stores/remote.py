@@ -8,12 +8,14 @@ that does not answer blocks a rank for a limited time only.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -84,7 +86,11 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
     given = s3.s3fs_options(options) if is_s3 else options
     try:
-        made = fsspec.core.url_to_fs(url, skip_instance_cache=True, **given)[0]
+        # The root alone: the rest of a URL is a name, and sets no option such as version_aware.
+        root = "/".join(url.split("/")[:3])
+        made = fsspec.core.url_to_fs(root, skip_instance_cache=True, **given)[0]
+        if is_s3:
+            made.split_path = partial(_bucket_and_key, made.split_path)
         # A listing of the claims decides who owns a target, so it must not come from a cache. Not
         # all file systems have an option for this.
         made.dircache = DirCache(use_listings_cache=False)
@@ -102,6 +108,13 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> A
         f"{sorted(map(str, options))} with those of fsspec's {protocol} file system",
         url=url,
     )
+
+
+def _bucket_and_key(split: Callable[[str], tuple[str, ...]], path: str) -> tuple[str, str, None]:
+    """Return the bucket and the key of a path, as TensorStore and listings have them: s3fs would
+    take "?versionId=" for the end of a key."""
+    bucket, path = split(path)[0], re.sub("^s3a?://", "", path).lstrip("/")
+    return bucket, path[len(bucket) + 1 :], None
 
 
 class RemoteStore:
@@ -407,7 +420,8 @@ class RemoteStore:
         try:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # concurrent first requests would each create a session
-                    sync(self.fs.loop, self.fs.set_session, timeout=_left(deadline))
+                    settings = (s3.s3_settings, self.fs, self.url)  # it checks what it finds
+                    sync(self.fs.loop, *settings, timeout=_left(deadline))
             found = sync(self.fs.loop, call, *args, timeout=_left(deadline), **kwargs)
         except FSTimeoutError:
             raise too_late(self.url, seconds) from None
@@ -428,7 +442,9 @@ class RemoteStore:
         except CheckpointingException:
             raise
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            if code_of(error) == "NoSuchBucket" or not absent:
+            # A client names a file of this machine that it lacks, such as a credential_process.
+            is_of_client = error.filename is not None and isinstance(self.fs, AsyncFileSystem)
+            if code_of(error) == "NoSuchBucket" or is_of_client or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None
         except Exception as error:  # the libraries have their own exception types

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from shardstore.storage.stores.errors import CLIENT_OPTIONS, keep_quiet_about
+from shardstore.errors import StorageError
+from shardstore.storage.stores.errors import (
+    CLIENT_OPTIONS,
+    SETTINGS,
+    explained,
+    keep_quiet_about,
+)
 
 LIMITS = {"connect_timeout": 5, "read_timeout": 20}
 """Seconds that s3fs waits for a connection, and for an answer or its next bytes."""
@@ -24,6 +30,10 @@ _TEXTS = ("key", "secret", "token", "profile", "endpoint_url", "region_name")
 _DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+_NOT_PLAIN = (
+    "has a character that no header of a request may have, such as a line break at its end: remove "
+    "it from the option, variable, profile or program that it comes from"
+)
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?/?")
 _BUCKET = re.compile(r"(?!.*--x-s3$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 """Bucket names that TensorStore accepts. Directory buckets need a different authentication."""
@@ -75,6 +85,8 @@ def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str 
     for name in _DICTS:
         if not isinstance(options.get(name), Mapping | None):
             return f"{name} must be a dict, not {_kind(options[name])}"
+    if wrong := _unprintable(options):
+        return f"{wrong} {_NOT_PLAIN}"
     client = options.get("client_kwargs") or {}
     given = {name: options.get(name) for name in _TEXTS}
     named = ("endpoint_url", "region_name", *CLIENT_OPTIONS)
@@ -92,6 +104,18 @@ def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str 
         if endpoint and (wrong := _wrong_endpoint(endpoint)):
             return f"{name} {wrong}"
     return _wrong_config(options.get("config_kwargs") or {})
+
+
+def _unprintable(options: Mapping[str, Any]) -> str | None:
+    """Return the name of an option with a character that a header cannot have; nested options have
+    dots in their names."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            if (inner := _unprintable(value)) is not None:
+                return inner if name == "client_kwargs" else f"{name}.{inner}"
+        elif isinstance(value, str) and not value.isprintable():
+            return name
+    return None
 
 
 def _kind(value: object) -> str:
@@ -112,6 +136,8 @@ def _wrong_endpoint(url: str) -> str | None:
         parts.port  # noqa: B018 (it raises)
     except ValueError:
         return "is no URL: give one such as http://host:9000"
+    if parts.query or parts.fragment or "//" in parts.path:
+        return "has a query, a fragment or two slashes after its host, which no server has there"
     return None if parts.hostname else "names no host: give a URL such as http://host:9000"
 
 
@@ -191,19 +217,32 @@ class S3Settings:
 
 async def s3_settings(fs: Any, url: str) -> S3Settings:
     """Return the settings of an s3fs file system for a URL, with the current credentials. botocore
-    renews them some minutes before they expire."""
-    client = await fs.set_session()
-    region, found = client.meta.region_name, None
-    credentials = client._request_signer._credentials
-    if credentials is not None and not fs.anon:
-        frozen = credentials.get_frozen_credentials()
-        if hasattr(frozen, "__await__"):
-            frozen = await frozen
-        found = (frozen.access_key, frozen.secret_key, frozen.token or None)
-        keep_quiet_about({}, *found)
+    renews them some minutes before they expire.
+
+    Raises:
+        StorageError: the profile, its program or a token service gives no credentials, or a value
+            has a character that no request can have.
+    """
+    found = None
+    try:
+        client = await fs.set_session()
+        credentials = client._request_signer._credentials
+        if credentials is not None and not fs.anon:
+            frozen = credentials.get_frozen_credentials()
+            if hasattr(frozen, "__await__"):
+                frozen = await frozen
+            found = (frozen.access_key, frozen.secret_key, frozen.token or None)
+            keep_quiet_about({}, *found)
+    except Exception as error:  # of botocore, of the program, or of the operating system
+        raise explained("finding region and credentials of", url, error, SETTINGS) from error
+    region = client.meta.region_name
+    names = ("region", "access key", "secret key", "session token")
+    for name, value in zip(names, (region, *(found or ())), strict=False):
+        if value and not value.isprintable():
+            raise StorageError(f"{url}: the {name} {_NOT_PLAIN}", url=url)
     return S3Settings(
         region=region if region and not region.startswith("aws-") else "us-east-1",
-        endpoint=client.meta.endpoint_url,
+        endpoint=client.meta.endpoint_url.rstrip("/"),
         credentials=found,
         unsupported=_unsupported(fs, client, url),
     )

@@ -10,6 +10,7 @@ contains them.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -55,6 +56,8 @@ REFUSED = b""
 _BODY = re.compile(r"\s*\[(?!http_response_code)[\w-]+='(?:[^'\\]|\\.)*'\]")
 _CODE = re.compile(r"<Code>([\w.]+)</Code>")
 _STATUS = re.compile(r"http_response_code='(\d+)'")
+
+logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _copier = ThreadPoolExecutor(1, "shardstore-copies")
@@ -179,10 +182,22 @@ class KvStoreIO(ObjectIO):
             except RangeError:
                 whole = self._begin_range(key, 0, None, size)()
                 return None if whole is None else whole[start:stop]
-            data: bytes = _copied(lambda: found.value, size)
-            return None if found.state == "missing" else data
+            if found.state != "missing":
+                data: bytes = _copied(lambda: found.value, size)
+                return data
+            there = self._remote.read_range(key, start, stop, size)
+            if there is not None:
+                root = "/".join(self._location.url.split("/")[:3])
+                _warn_once(root, self._settings.endpoint)
+            return there
 
         return finish
+
+    def finds(self, key: str) -> bool:
+        """Return whether TensorStore finds an object, also if s3fs does."""
+        store = self.opened()
+        read = self._begun("reading", key, UNKNOWN_BYTES, store, store.kvs.read(key))
+        return bool(read().state != "missing")
 
     def _begun(
         self, doing: str, key: str, size: int, opened: Opened, future: Any
@@ -227,6 +242,25 @@ def wait(
     raise too_late(remote.url, seconds)
 
 
+_APART = (
+    "s3fs finds an object that TensorStore does not find at {endpoint}: the two clients reach "
+    "different servers; compare HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY in capital and "
+    "small letters, and the names that this machine resolves"
+)
+
+
+@cache
+def _warn_once(root: str, endpoint: str) -> None:
+    logger.warning("%s: %s. s3fs reads it, more slowly", root, _APART.format(endpoint=endpoint))
+
+
+def require_absent(location: Location, key: str) -> None:
+    """Raise :class:`StorageError` if s3fs finds an object that TensorStore does not find."""
+    if location.is_s3 and location.exists(key):
+        endpoint = location.remote.s3_settings().endpoint
+        raise location.child(key).error(f": {_APART.format(endpoint=endpoint)}")
+
+
 class RangeError(StorageError):
     """The object ends before the range does."""
 
@@ -237,7 +271,7 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
         said = f"HTTP {status[1]}" if code is None else f"{code[1]} (HTTP {status[1]})"
-        advice = remedy((code or status)[1], doing)
+        advice = remedy((code or status)[1], doing, text)
     else:
         said = plain_words(text)
         advice = NO_TRUST if "curl_code='60'" in text else no_answer(url)
