@@ -27,7 +27,7 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StateRecord, as_text, is_long
-from shardstore.values.torch_values import dump_bytes
+from shardstore.values.torch_dump import dump_bytes
 
 
 class DcpSource(DcpFiles):

@@ -44,6 +44,7 @@ from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, 
 from shardstore.strategies.common import object_file
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text, is_long
+from shardstore.values.torch_dump import dump_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +319,7 @@ class StorageWriter(Placed, DcpStorageWriter):
     def _put_value(self, key: str, stream: io.BytesIO, files: Files, report: Report) -> bool:
         """Put a value that is not a tensor into the report, or into a file if it is long or has no
         JSON form. Return whether it has one."""
-        sharded, data = ShardedObject(key, None, (1,), (0,)), stream.getvalue()
+        sharded = ShardedObject(key, None, (1,), (0,))
         stream.seek(0)
         # The planner has just pickled it, in this process.
         value = torch.load(stream, map_location="cpu", weights_only=False)
@@ -332,7 +333,7 @@ class StorageWriter(Placed, DcpStorageWriter):
                     "pass allow_pickle=True to shardstore.dcp.StorageWriter or install",
                     key=key,
                 ) from reason
-            files.put(object_file(sharded), data)
+            files.put(object_file(sharded), dump_bytes(value))
             report.files.append(key)
             return False
         if is_long(text):

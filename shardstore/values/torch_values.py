@@ -35,6 +35,7 @@ from torch import _weights_only_unpickler
 from shardstore.errors import ArgumentError, CheckpointingException, UnsafeObjectError, as_damage
 from shardstore.storage.format.dtypes import require_memory
 from shardstore.values.torch_archive import Records, Stream, verify_archive
+from shardstore.values.torch_dump import dump_bytes
 
 _BLOCKED = ("sys", "os", "posix", "nt")
 """Modules whose functions and classes a program cannot allow, as in torch."""
@@ -349,13 +350,6 @@ class _Unpickler(BoundedUnpickler):
         pickle.NEWOBJ[0]: partial(_make, new=True),
         pickle.BUILD[0]: _build,
     }
-
-
-def dump_bytes(value: object) -> bytes:
-    """Return a value as ``torch.save`` writes it."""
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
 
 
 def load_bytes(
