@@ -34,6 +34,7 @@ class DcpSource(DcpFiles):
     """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
 
     roots = (METADATA_NAME,)
+    left_out: Sequence[str] = ()
 
     def boxes(self, key: str) -> list[Box]:
         """Return one box for each stored part."""
