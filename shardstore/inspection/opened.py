@@ -115,7 +115,7 @@ def _opened(location: Location, attempt: object = None) -> OpenCheckpoint:
             "or read a checkpoint that nobody writes over",
             url=location.url,
         )
-    return OpenCheckpoint(stored, location)
+    return OpenCheckpoint(stored)
 
 
 def _attempt_of(root: RootDocument | None) -> object:
@@ -201,9 +201,9 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             programs. Iteration leaves them out.
     """
 
-    def __init__(self, stored: StoredCheckpoint, place: Location) -> None:
+    def __init__(self, stored: StoredCheckpoint, place: Location | None = None) -> None:
         self.url = stored.location.url
-        self._place = place
+        self._place = place or stored.location
         self.stored = stored
         self.metas = stored.arrays
         self.refused = stored.refused or {}
