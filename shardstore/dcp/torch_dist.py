@@ -52,7 +52,7 @@ from shardstore.mapping import (
     is_main_replica,
 )
 from shardstore.saving.execute import Staging
-from shardstore.saving.plan import parts_of, require_plain
+from shardstore.saving.plan import parts_of, plain_tensor
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.format import dtypes
@@ -400,9 +400,9 @@ def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, 
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):
             if value.data is not None:
-                require_plain(value.data, value.key)
                 # DCP writes the memory of a tensor, not its conjugate and negative bits.
-                value = replace(value, data=value.data.resolve_conj().resolve_neg())
+                data = plain_tensor(value.data, value.key).resolve_conj().resolve_neg()
+                value = replace(value, data=data)
             told.shapes.setdefault(value.key, {})
             if value.flattened_range is not None:
                 told.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
