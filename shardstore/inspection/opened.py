@@ -86,15 +86,16 @@ def open(
         DamagedCheckpointError: the root document is missing or damaged.
         StorageError: the store failed.
     """
-    return _opened(Location.of(place, storage_options))
+    return _opened(place, storage_options)
 
 
-def _opened(location: Location, attempt: object = None) -> OpenCheckpoint:
+def _opened(place: Any, options: Mapping[str, Any] | None, attempt: str = "") -> OpenCheckpoint:
     """See :func:`open`. ``attempt`` is the attempt of an opened checkpoint that was pickled.
 
     Raises:
         ReplacedError: the checkpoint is that of another attempt.
     """
+    location = Location.of(place, options)
     stored = StoredCheckpoint(location)
     stored.refused = {}
     try:
@@ -109,7 +110,7 @@ def _opened(location: Location, attempt: object = None) -> OpenCheckpoint:
         if not location.exists(".zgroup") or location.exists(CONFIG_NAME):
             stored.require()
             _require_zarr(location)
-    if attempt is not None and attempt != _attempt_of(root):
+    if attempt and attempt != _attempt_of(root):
         raise ReplacedError(
             f"{location.url} was replaced after it was opened in another process: open it again, "
             "or read a checkpoint that nobody writes over",
@@ -118,8 +119,8 @@ def _opened(location: Location, attempt: object = None) -> OpenCheckpoint:
     return OpenCheckpoint(stored)
 
 
-def _attempt_of(root: RootDocument | None) -> object:
-    return None if root is None else root.commit.get("attempt")
+def _attempt_of(root: RootDocument | None) -> str:
+    return "" if root is None else str(root.commit.get("attempt", ""))
 
 
 _NAMED = ("endpoint_url", "region_name", "profile", "addressing_style", "anon", "requester_pays")
@@ -183,10 +184,6 @@ def _require_zarr(location: Location) -> None:
         )
 
 
-def _unpickled(url: str, options: Mapping[str, Any], attempt: object) -> OpenCheckpoint:
-    return _opened(Location(url, options), attempt)
-
-
 class OpenCheckpoint(Mapping[str, "StoredArray"]):
     """An open checkpoint, returned by :func:`open`: key -> array, in the order of the documents.
 
@@ -209,9 +206,8 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         self.refused = stored.refused or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        url, options = self._place.url, self._place.options
-        place = (url, _named_options(options, url))
-        return _unpickled, (*place, _attempt_of(self.stored.root))
+        url, root = self._place.url, self.stored.root
+        return _opened, (url, _named_options(self._place.options, url), _attempt_of(root))
 
     def __getitem__(self, key: str) -> StoredArray:
         """Return an array without reading its values.
@@ -343,18 +339,14 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged; the text names key,
                 chunk and writer.
         """
-        location = self.stored.location
         if not self.is_foreign:
             self.stored.read(reads)
-        elif location.is_local or location.is_s3:
-            from shardstore.storage.movers.tensorstore_reader import read_decoded
+            return
+        from shardstore.storage.movers.tensorstore_reader import read_decoded
 
-            for read in reads:
-                read.array = self._as_written(read.array)
-            read_decoded(location, reads, fill_missing=True)
-        else:  # TensorStore has no driver for this store
-            for read in reads:
-                read.out[...] = StoredArray(self, read.array).zarr[read.box.slices]
+        for read in reads:
+            read.array = self._as_written(read.array)
+        read_decoded(self.stored.location, reads, fill_missing=True)
 
     def _as_written(self, meta: ArrayMeta) -> ArrayMeta:
         """Return the description of an array with the fill value from its own document."""
@@ -448,19 +440,17 @@ class StoredArray:
     @property
     def zarr(self) -> zarr.Array[Any]:
         """The array as ``zarr.Array``, opened for reading."""
-        import zarr
+        from shardstore.storage.movers.tensorstore_reader import open_zarr
 
-        from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
-
-        stored = self.checkpoint.stored
-        options = dict(stored.location.options) or None
-        if stored.root is None or stored.root.array_documents:
-            url = f"{stored.location.url}/{self.meta.node}"
-            return zarr.open_array(url, mode="r", storage_options=options)
-        group = zarr.open_group(stored.location.url, mode="r", storage_options=options)
-        found = group[self.meta.node]
-        assert isinstance(found, zarr.Array)
+        found: zarr.Array[Any] = open_zarr(self.checkpoint.stored.location, self.meta)
         return found
+
+    def require_codecs(self) -> None:
+        """Raise :class:`FormatVersionError` if nothing decodes the codecs of the array."""
+        if self.meta.codecs is None:
+            from shardstore.storage.movers.tensorstore_reader import open_decoded
+
+            open_decoded(self.checkpoint.stored.location, self.meta)
 
     def torch(self) -> torch.Tensor:
         """Read the whole array as a tensor on the CPU."""

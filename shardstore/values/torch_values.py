@@ -58,6 +58,11 @@ _UNUSED += pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX + pickle.EXT1 + pickle.EX
 """Operations that take any size, or call classes in ways that ``torch.save`` does not use."""
 
 
+_ALLOW = (
+    ", or allow its class in the programs that save and load (torch.serialization.add_safe_globals)"
+)
+
+
 class BoundedUnpickler(pickle._Unpickler):
     """The Python unpickler of the standard library. The C unpickler allocates any size that a
     number in the pickle claims."""
@@ -429,18 +434,13 @@ def require_loadable(value: object, what: str) -> None:
     for path, found in doubtful:
         if (error := _problem([found])) is not None:
             kind, place = type(found), ".".join(map(str, path))
-            why, allow = str(error), ""
-            if isinstance(error, _RefusedError):
-                why = f"it needs {error.args[0]}"
-                allow = (
-                    ", or allow its class in the programs that save and load "
-                    "(torch.serialization.add_safe_globals)"
-                )
+            is_refused = isinstance(error, _RefusedError)
+            why = f"it needs {error.args[0]}" if is_refused else str(error)
             is_tensor = isinstance(found, torch.Tensor)
             raise (DTypeMismatchError if is_tensor else CheckpointingException)(
                 f"{what}{place and f' at {place!r}'} is a {kind.__module__}.{kind.__qualname__} "
                 f"that could not be loaded again: {why}. Store plain values in its place, keep it "
-                f"out with LocalNonpersistentObject{allow}",
+                f"out with LocalNonpersistentObject{_ALLOW * is_refused}",
                 key=place,
             ) from error
 

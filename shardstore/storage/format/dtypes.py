@@ -111,7 +111,7 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
     """Return the Zarr name for the ``dtype`` entry of a Zarr v2 document.
 
     Raises:
-        DTypeMismatchError: the data type is structured, big-endian or unknown.
+        DTypeMismatchError: the data type is structured or unknown.
     """
     name = code
     if isinstance(code, str) and code not in _FOREIGN:
@@ -119,7 +119,7 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
 
         # NumPy parses a small language: "1/0", "(2,".
         with suppress(TypeError, ValueError, SyntaxError):
-            found = str(np.dtype(code))
+            found = str(np.dtype(code).newbyteorder("="))
             name = found if found in _ITEMSIZES else code
     check(name, url)
     return cast("str", name)
