@@ -219,7 +219,7 @@ def _receiving(wanted: ShardedTensor) -> torch.Tensor:
     """Return the data of a shard if it can receive bytes, else a new tensor."""
     data = wanted.data
     if data is None or data.is_meta or not data.is_contiguous():
-        return torch.empty(data_shape(wanted), dtype=wanted.dtype)
+        return torch.empty(data_shape(wanted), dtype=wanted.dtype, device="cpu")
     return data
 
 

@@ -533,9 +533,10 @@ def ints(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _require_tensor(key: str, data: object) -> None:
-    if not isinstance(data, torch.Tensor):
+    if not isinstance(data, torch.Tensor) or data.is_nested:
+        kind = "nested tensor" if isinstance(data, torch.Tensor) else type(data).__name__
         raise DTypeMismatchError(
-            f"the data of key {key!r} is a {type(data).__name__}, not a tensor; convert it with "
+            f"the data of key {key!r} is a {kind}, not a dense tensor; convert it with "
             "torch.as_tensor or torch.from_numpy, or save it as a common value",
             key=key,
         )

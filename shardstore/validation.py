@@ -49,6 +49,7 @@ from shardstore.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
+from shardstore.values import torch_dump
 from shardstore.values.torch_values import require_loadable
 
 logger = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ def pickled(common: StateDict) -> bytes:
         CheckpointingException: a value cannot be pickled.
     """
     try:
-        return pickle.dumps(common)
+        return torch_dump.pickled(common)
     except Exception:
         require_loadable(common, "the common (non-sharded) state")  # its error names the path
         raise

@@ -201,7 +201,7 @@ def stats(
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
     budget = opt.parse_size(memory)
-    arrays = opt.choose(ckpt, keys)
+    arrays = opt.readable(opt.choose(ckpt, keys))
     found, damage = measure(arrays, budget_bytes=budget, progress=opt.bar(as_json))
     entries = [
         {

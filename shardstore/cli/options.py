@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from shardstore.cli.printing import complain
-from shardstore.errors import CheckpointingException
+from shardstore.errors import CheckpointingException, FormatVersionError
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint, StoredArray, matcher
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
@@ -117,10 +117,33 @@ def open_checkpoint(place: str, options: Sequence[str] | None = None) -> OpenChe
     """Open the checkpoint at a path or URL. Raises the errors of :func:`shardstore.open`."""
     (location,) = locate(options, place)
     ckpt = opened.open(location)
-    if ckpt.refused:
-        others = f" (and {len(ckpt.refused) - 1} more)" if len(ckpt.refused) > 1 else ""
-        complain(f"left out an array{others}: {next(iter(ckpt.refused.values()))}")
+    _leave_out(list(ckpt.refused.values()))
     return ckpt
+
+
+def _leave_out(errors: Sequence[CheckpointingException]) -> None:
+    if errors:
+        others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        complain(f"left out an array{others}: {errors[0]}")
+
+
+def readable(arrays: Sequence[StoredArray]) -> list[StoredArray]:
+    """Return the arrays whose codecs can be decoded. Print a warning that names one of the others.
+
+    Raises:
+        FormatVersionError: there are others only.
+    """
+    found, errors = [], []
+    for array in arrays:
+        try:
+            array.require_codecs()
+            found.append(array)
+        except FormatVersionError as error:
+            errors.append(error)
+    if errors and not found:
+        raise errors[0]
+    _leave_out(errors)
+    return found
 
 
 def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> list[StoredArray]:

@@ -48,6 +48,7 @@ DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
 MOST_CHUNKS = 4 * 1024 * 1024
 SLAB_BYTES = 1024 * 1024
+SHOWN = 8
 _Chunk = tuple[ArrayMeta, tuple[int, ...]]
 """An array of the target, and the index of a chunk of it."""
 
@@ -154,6 +155,10 @@ def convert(
     log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
     started = perf_counter()
     opened = open_source(place, found)
+    if left_out := opened.left_out:
+        shown = ", ".join(map(repr, left_out[:SHOWN]))
+        text = "%s: the index leaves out %d tensor(s), which are not converted: %s"
+        logger.warning(text, place.url, len(left_out), shown)
     stamps = [opened.location.stamp(name) for name in opened.roots]
     same = [about, stamps, int(memory_budget), int(file_bytes)]
     journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
@@ -195,12 +200,14 @@ def convert(
                 what = f"chunk {chunk.index} of key {chunk.array.key!r}"
                 raise _differs(what, place, goal, key=chunk.array.key, chunk=chunk.index)
 
+    extras = opened.extras()
+    built.prepare(arrays, extras)
     try:
         state, known = journal.open()
         if not resume or known is None or not built.resume(state):
             journal.start(built.start(state))
             known = {}
-        receipts = built.begin(arrays, opened.extras(), known)
+        receipts = built.begin(arrays, extras, known)
         left = [(array, index) for array, index in chunks if (array.key, index) not in receipts]
         stage("convert", left, write)
         read_copy = built.finish(receipts)

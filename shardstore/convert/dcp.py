@@ -27,13 +27,14 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StateRecord, as_text, is_long
-from shardstore.values.torch_values import dump_bytes
+from shardstore.values.torch_dump import dump_bytes
 
 
 class DcpSource(DcpFiles):
     """Checkpoints of PyTorch DCP, and of Megatron-Core's torch_dist backend."""
 
     roots = (METADATA_NAME,)
+    left_out: Sequence[str] = ()
 
     def boxes(self, key: str) -> list[Box]:
         """Return one box for each stored part."""

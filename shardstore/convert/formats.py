@@ -104,6 +104,9 @@ class Target:
         """Return the key of a tensor in the target."""
         return key
 
+    def prepare(self, arrays: Arrays, extras: Extras) -> None:
+        """Check, before anything is written, that the format takes the content of the source."""
+
     def stop(self) -> None:
         """Release resources after an error. Written files stay for the next run."""
 
@@ -236,6 +239,7 @@ class ZarrSource:
     """Checkpoints of this package, and of Megatron-Core's zarr backend."""
 
     roots = ("zarr.json", CONFIG_NAME)
+    left_out: Sequence[str] = ()
 
     def __init__(self, place: Location) -> None:
         self.location = place

@@ -20,7 +20,12 @@ from typing import Annotated, Any
 import msgspec
 
 from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipts, record_of
-from shardstore.errors import DamagedCheckpointError, DTypeMismatchError, NotACheckpointError
+from shardstore.errors import (
+    ArgumentError,
+    DamagedCheckpointError,
+    DTypeMismatchError,
+    NotACheckpointError,
+)
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
@@ -86,6 +91,9 @@ class SafetensorsSource:
         names: names of the files.
         weight_map: key -> name of the file, from the index; ``None``: all tensors of the files.
 
+    Attributes:
+        left_out: keys of tensors in the files that the index leaves out.
+
     Raises:
         DamagedCheckpointError: a file is truncated or not a safetensors file.
         DTypeMismatchError: a tensor has a data type that cannot be stored.
@@ -100,6 +108,7 @@ class SafetensorsSource:
         self._places: dict[str, Place] = {}
         self._metadata: dict[str, str] = {}
         self._state: object = None
+        self.left_out: list[str] = []
         for name in names:
             self._add(name, weight_map)
 
@@ -113,13 +122,20 @@ class SafetensorsSource:
         try:
             text = read_bytes(folder, name, 8, 8 + length)
             header = msgspec.json.decode(text, type=dict[str, Any])
-            metadata = msgspec.convert(header.pop(METADATA, {}), dict[str, str])
+            metadata = msgspec.convert(header.pop(METADATA, None), dict[str, str] | None) or {}
             if kept := metadata.pop(STATE_METADATA, None):
                 self._state = msgspec.json.decode(kept)
             entries = msgspec.convert(header, dict[str, _Entry])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _damaged(path, error) from error
         self._metadata |= metadata
+        position = 0
+        for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            if entry.data_offsets[0] != position:
+                raise _damaged(path, f"{key!r} begins at {entry.data_offsets[0]}, not {position}")
+            position = entry.data_offsets[1]
+        if 8 + length + position != size:
+            raise _damaged(path, f"{size - 8 - length} bytes for tensors of {position}")
         for key, entry in entries.items():
             if entry.dtype not in _NAMES:
                 raise DTypeMismatchError(
@@ -130,10 +146,12 @@ class SafetensorsSource:
                 )
             array = array_of_one_chunk(key, entry.shape, _NAMES[entry.dtype])
             start, stop = (8 + length + offset for offset in entry.data_offsets)
-            if stop - start != array_bytes(array) or stop > size:
+            if stop - start != array_bytes(array):
                 raise _damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
             if weight_map is None or weight_map.get(key) == name:
                 self.arrays[key], self._places[key] = array, (name, start)
+            elif key not in weight_map:
+                self.left_out.append(key)
 
     @classmethod
     def open(cls, place: Location) -> SafetensorsSource:
@@ -221,6 +239,21 @@ def _named(place: Location) -> tuple[Location, str]:
     )
 
 
+def _too_large(name: str, size: int, tensors: Arrays, record: StateRecord) -> ArgumentError:
+    """Return the error for a header, which names the largest value in it."""
+    lengths = {key: len(json.dumps(value)) for key, value in record.values.items()}
+    largest = max(lengths, key=lengths.__getitem__, default="")
+    what = f"the names of {len(tensors)} tensors: convert to several files, with file_bytes"
+    if sum(lengths.values()) > size // 2:
+        what = f"the value of {largest!r} ({lengths[largest]} bytes of JSON): leave it out"
+    return ArgumentError(
+        f"the header of {name} would have {size} bytes, more than the {MAX_HEADER_BYTES} that "
+        f"safetensors reads; nothing was written. Most of it is {what}, or convert to another "
+        "format",
+        key=largest or None,
+    )
+
+
 def is_file_name(name: str) -> bool:
     """Return whether a name is that of a safetensors file or index."""
     return name.endswith((".safetensors", INDEX_SUFFIX))
@@ -251,14 +284,18 @@ class SafetensorsTarget(FileTarget):
         self._places: dict[str, Place] = {}
         self._stream: Any = None
 
-    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
-        """Assign the tensors to files in the given order, and find the files that are complete.
+    def prepare(self, arrays: Arrays, extras: Extras) -> None:
+        """Assign the tensors to files in the given order.
 
         Raises:
             DTypeMismatchError: the format lacks the data type of a tensor.
+            ArgumentError: a header is too large.
         """
         self._arrays = arrays
         self._heads = self._headers(record_of(extras))
+
+    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
+        """Write the headers, and find the files that are complete."""
         if self._at.is_local:
             for name, head in self._heads.items():
                 path = f"{self._at.url}/{name}"
@@ -274,8 +311,7 @@ class SafetensorsTarget(FileTarget):
         """Return the header of each file, with its length before it. The tensors follow in their
         order. Set the tensors' places and the files' sizes.
 
-        Raises:
-            DTypeMismatchError: the format lacks the data type of a tensor.
+        Raises: see :meth:`prepare`.
         """
         most, starts = self._file_bytes, accumulate(map(array_bytes, self._arrays), initial=0)
         numbered = groupby(zip(self._arrays, starts, strict=False), lambda at: at[1] // most)
@@ -297,6 +333,8 @@ class SafetensorsTarget(FileTarget):
                 header[meta.key] = _Entry(_CODES[meta.dtype], meta.shape, (start, stop))
             text = msgspec.json.encode(header)
             text += b" " * (-len(text) % 8)
+            if len(text) > MAX_HEADER_BYTES:
+                raise _too_large(name, len(text), group, record)
             heads[name] = len(text).to_bytes(8, "little") + text
             for meta in group:
                 self._places[meta.key] = name, len(heads[name]) + header[meta.key].data_offsets[0]

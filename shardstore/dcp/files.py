@@ -48,6 +48,7 @@ from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_bo
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import state_path
 from shardstore.values.torch_archive import Records
+from shardstore.values.torch_dump import dump
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
@@ -86,7 +87,7 @@ def append(file: IO[bytes], name: str, value: object) -> _StorageInfo:
     if isinstance(value, io.BytesIO):
         file.write(value.getbuffer())
     else:
-        torch.save(value, file)
+        dump(value, file)
     return _StorageInfo(name, start, file.tell() - start)
 
 

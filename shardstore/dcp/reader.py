@@ -40,7 +40,7 @@ from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.validation import verify_checkpoint_and_load_strategy
 from shardstore.values.record import LIST_LENGTH, StatePath, StateRecord
-from shardstore.values.torch_values import dump_bytes
+from shardstore.values.torch_dump import dump_bytes
 
 logger = logging.getLogger(__name__)
 

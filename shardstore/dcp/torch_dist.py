@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from shardstore.core import DCP_BACKEND
 from shardstore.coverage import check_reports, report_shards
@@ -52,7 +52,7 @@ from shardstore.mapping import (
     is_main_replica,
 )
 from shardstore.saving.execute import Staging
-from shardstore.saving.plan import parts_of, require_plain
+from shardstore.saving.plan import parts_of, plain_tensor
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.format import dtypes
@@ -72,6 +72,7 @@ from shardstore.strategies.base import (
 from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.utils import sharded_tensors_of
+from shardstore.values.torch_dump import dump_bytes
 
 BACKEND, VERSION = DCP_BACKEND, 1
 
@@ -196,7 +197,7 @@ class _FilesSave:
         self._options = SaveOptions() if session is None else session.options
         self._threads, self._hint = strategy.thread_count, strategy.separation_hint or ""
         # Keys are flat already, and shards stay shards.
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staging: Staging | None = None
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
@@ -333,8 +334,6 @@ class _FilesSave:
                         data = self._planner.resolve_data(item)
                     if isinstance(data, torch.Tensor):
                         data = data.detach().cpu()
-                        if data.untyped_storage().size() != data.nbytes:
-                            data = data.clone()  # else torch.save() writes all that it is a view of
                     self._written.append((item.index, append(file, name, data)))
 
     def finish(self, work: Callable[[], None] = lambda: None) -> None:
@@ -364,6 +363,16 @@ class _FilesSave:
         ranks.step(f"saving to {self._url}", work, report, decide, error=error)
 
 
+class _Planner(DefaultSavePlanner):
+    """DCP's planner, which writes only the memory that the tensors of an object use."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return a tensor, or an object in the format of ``torch.save``."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(dump_bytes(object))
+        return object
+
+
 @dataclass
 class _Told:
     """A rank's report to the coordinator, in addition to its items.
@@ -391,9 +400,9 @@ def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, 
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):
             if value.data is not None:
-                require_plain(value.data, value.key)
                 # DCP writes the memory of a tensor, not its conjugate and negative bits.
-                value = replace(value, data=value.data.resolve_conj().resolve_neg())
+                data = plain_tensor(value.data, value.key).resolve_conj().resolve_neg()
+                value = replace(value, data=data)
             told.shapes.setdefault(value.key, {})
             if value.flattened_range is not None:
                 told.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}

@@ -53,6 +53,7 @@ from shardstore.values.record import (
     as_text,
     is_long,
 )
+from shardstore.values.torch_dump import dump_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +349,7 @@ class StorageWriter(Placed, DcpStorageWriter):
     def _put_value(self, key: str, stream: io.BytesIO, files: Files, report: Report) -> bool:
         """Put a value that is not a tensor into the report, or into a file if it is long or has no
         JSON form. Return whether it has one."""
-        sharded, data = ShardedObject(key, None, (1,), (0,)), stream.getvalue()
+        sharded = ShardedObject(key, None, (1,), (0,))
         stream.seek(0)
         # The planner has just pickled it, in this process.
         value = torch.load(stream, map_location="cpu", weights_only=False)
@@ -362,7 +363,7 @@ class StorageWriter(Placed, DcpStorageWriter):
                     "pass allow_pickle=True to shardstore.dcp.StorageWriter or install",
                     key=key,
                 ) from reason
-            files.put(object_file(sharded), data)
+            files.put(object_file(sharded), dump_bytes(value))
             report.files.append(key)
             return False
         if is_long(text):

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import islice, product
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import (
@@ -26,13 +28,18 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
-from shardstore.storage.checkpoint import StoredCheckpoint, unlocked_property
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, unlocked_property
 from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta, parse_array, parse_v2_array
+from shardstore.storage.format.documents import (
+    ArrayMeta,
+    RootDocument,
+    parse_array,
+    parse_v2_array,
+)
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME
-from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.location import Location, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +86,16 @@ def open(
         DamagedCheckpointError: the root document is missing or damaged.
         StorageError: the store failed.
     """
-    location = Location.of(place, storage_options)
+    return _opened(place, storage_options)
+
+
+def _opened(place: Any, options: Mapping[str, Any] | None, attempt: str = "") -> OpenCheckpoint:
+    """See :func:`open`. ``attempt`` is the attempt of an opened checkpoint that was pickled.
+
+    Raises:
+        ReplacedError: the checkpoint is that of another attempt.
+    """
+    location = Location.of(place, options)
     stored = StoredCheckpoint(location)
     stored.refused = {}
     try:
@@ -94,7 +110,50 @@ def open(
         if not location.exists(".zgroup") or location.exists(CONFIG_NAME):
             stored.require()
             _require_zarr(location)
+    if attempt and attempt != _attempt_of(root):
+        raise ReplacedError(
+            f"{location.url} was replaced after it was opened in another process: open it again, "
+            "or read a checkpoint that nobody writes over",
+            url=location.url,
+        )
     return OpenCheckpoint(stored)
+
+
+def _attempt_of(root: RootDocument | None) -> str:
+    return "" if root is None else str(root.commit.get("attempt", ""))
+
+
+_NAMED = ("endpoint_url", "region_name", "profile", "addressing_style", "anon", "requester_pays")
+"""Storage options that say where a store is. Others may hold secrets, and are not pickled."""
+_NESTED = ("client_kwargs", "config_kwargs", "s3")
+
+
+def _named_options(options: Mapping[str, Any], url: str, above: str = "") -> dict[str, Any]:
+    """Return the options to pickle.
+
+    Raises:
+        ArgumentError: there are other options, or the URL or an option has a user in it.
+    """
+    named: dict[str, Any] = {}
+    wrong = " has a user in its URL" if _USER.search(url) else None
+    for name, value in options.items():
+        if name in _NESTED and isinstance(value, Mapping):
+            named[name] = _named_options(value, url, f"{above}{name}.")
+        elif name in _NAMED and not _USER.search(str(value)):
+            named[name] = value
+        elif value is not None:
+            wrong = wrong or f" was opened with the storage option {above}{name}"
+    if wrong:
+        raise ArgumentError(
+            f"{shown(url)}{wrong}, which may hold a secret, so the opened checkpoint and its "
+            "arrays cannot be pickled: give credentials as AWS_* variables or a profile, which the "
+            "other process has too, or open it in the other process",
+            url=shown(url),
+        )
+    return named
+
+
+_USER = re.compile(r"(?s)://([^/]*|[^/]*:.*)@")
 
 
 def _single(location: Location, name: str) -> OpenCheckpoint:
@@ -109,7 +168,7 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
     nothing = dict.fromkeys(("zarr.json", CONFIG_NAME, MANIFEST_NAME, COMMON_STATE_NAME))
     stored = StoredCheckpoint(Location(folder, location.options), documents=nothing)
     stored.arrays = {array.key: array}
-    return OpenCheckpoint(stored)
+    return OpenCheckpoint(stored, location)
 
 
 def _require_zarr(location: Location) -> None:
@@ -128,6 +187,9 @@ def _require_zarr(location: Location) -> None:
 class OpenCheckpoint(Mapping[str, "StoredArray"]):
     """An open checkpoint, returned by :func:`open`: key -> array, in the order of the documents.
 
+    It can be pickled, and so can its arrays: as place, named storage options, and the attempt that
+    wrote the checkpoint. Unpickling opens it again. It raises an error if another save replaced it.
+
     Attributes:
         url: URL of the checkpoint.
         stored: its documents and chunks, for the tools of this package.
@@ -136,11 +198,16 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             programs. Iteration leaves them out.
     """
 
-    def __init__(self, stored: StoredCheckpoint) -> None:
+    def __init__(self, stored: StoredCheckpoint, place: Location | None = None) -> None:
         self.url = stored.location.url
+        self._place = place or stored.location
         self.stored = stored
         self.metas = stored.arrays
         self.refused = stored.refused or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        url, root = self._place.url, self.stored.root
+        return _opened, (url, _named_options(self._place.options, url), _attempt_of(root))
 
     def __getitem__(self, key: str) -> StoredArray:
         """Return an array without reading its values.
@@ -272,18 +339,14 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged; the text names key,
                 chunk and writer.
         """
-        location = self.stored.location
         if not self.is_foreign:
             self.stored.read(reads)
-        elif location.is_local or location.is_s3:
-            from shardstore.storage.movers.tensorstore_reader import read_decoded
+            return
+        from shardstore.storage.movers.tensorstore_reader import read_decoded
 
-            for read in reads:
-                read.array = self._as_written(read.array)
-            read_decoded(location, reads, fill_missing=True)
-        else:  # TensorStore has no driver for this store
-            for read in reads:
-                read.out[...] = StoredArray(self, read.array).zarr[read.box.slices]
+        for read in reads:
+            read.array = self._as_written(read.array)
+        read_decoded(self.stored.location, reads, fill_missing=True)
 
     def _as_written(self, meta: ArrayMeta) -> ArrayMeta:
         """Return the description of an array with the fill value from its own document."""
@@ -318,6 +381,9 @@ class StoredArray:
         self.checkpoint = checkpoint
         self.key = meta.key
         self.meta = meta
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getitem, (self.checkpoint, self.key)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -374,19 +440,17 @@ class StoredArray:
     @property
     def zarr(self) -> zarr.Array[Any]:
         """The array as ``zarr.Array``, opened for reading."""
-        import zarr
+        from shardstore.storage.movers.tensorstore_reader import open_zarr
 
-        from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
-
-        stored = self.checkpoint.stored
-        options = dict(stored.location.options) or None
-        if stored.root is None or stored.root.array_documents:
-            url = f"{stored.location.url}/{self.meta.node}"
-            return zarr.open_array(url, mode="r", storage_options=options)
-        group = zarr.open_group(stored.location.url, mode="r", storage_options=options)
-        found = group[self.meta.node]
-        assert isinstance(found, zarr.Array)
+        found: zarr.Array[Any] = open_zarr(self.checkpoint.stored.location, self.meta)
         return found
+
+    def require_codecs(self) -> None:
+        """Raise :class:`FormatVersionError` if nothing decodes the codecs of the array."""
+        if self.meta.codecs is None:
+            from shardstore.storage.movers.tensorstore_reader import open_decoded
+
+            open_decoded(self.checkpoint.stored.location, self.meta)
 
     def torch(self) -> torch.Tensor:
         """Read the whole array as a tensor on the CPU."""

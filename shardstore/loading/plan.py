@@ -265,7 +265,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
         )
     read = _destination(tensor)
     if tied:
-        read.target, read.tied = torch.empty(data_shape(tensor), dtype=tensor.dtype), tied
+        read.target, read.tied = _on_host(tensor), tied
     read.is_padded = meta.shape != tensor.global_shape and not is_within(box, meta.shape)
     name = dtypes.zarr_name(tensor.dtype)
     target = read.target
@@ -311,7 +311,7 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
     data = tensor.data
     if data is None or data.is_meta:
         try:
-            made = torch.empty(data_shape(tensor), dtype=tensor.dtype)
+            made = _on_host(tensor)
             return TensorRead(made, made)
         except RuntimeError as error:
             raise CheckpointingException(
@@ -324,8 +324,13 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
         given = data.detach()
         return TensorRead(given, given)
     # A subclass may refuse to be written in parts.
-    staged = torch.empty(data_shape(tensor), dtype=tensor.dtype, pin_memory=data.is_cuda)
-    return TensorRead(data, staged)
+    return TensorRead(data, _on_host(tensor, pinned=data.is_cuda))
+
+
+def _on_host(tensor: ShardedTensor, *, pinned: bool = False) -> torch.Tensor:
+    """Return host memory for the data of a shard, whatever the program's default device is."""
+    shape = data_shape(tensor)
+    return torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:

@@ -154,7 +154,7 @@ def read_ahead(
     """
     sizes = [sum(piece.size_bytes for piece in batch) for batch in batches]
     buffers = [
-        torch.empty(max(sizes), dtype=torch.uint8, pin_memory=pinned).numpy()
+        torch.empty(max(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy()
         for _ in batches[:HOST_BUFFERS]
     ]
 

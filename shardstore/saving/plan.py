@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -100,14 +100,20 @@ def fetched(source: Source) -> NDArray[Any]:
     return source() if callable(source) else source
 
 
-def require_plain(tensor: torch.Tensor, key: str) -> None:
-    """Raise :class:`DTypeMismatchError` for a tensor that is not dense memory."""
-    # A FakeTensor reports a real device, but its storage is on the meta device.
-    if tensor.layout is torch.strided and tensor.untyped_storage().device.type != "meta":
-        return
+def plain_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """Return a tensor of any class as :class:`torch.Tensor` with the same memory.
+
+    Raises:
+        DTypeMismatchError: it is not dense memory.
+    """
+    if hasattr(tensor, "trigger_wait"):  # the result of a collective
+        tensor = cast(Any, tensor).wait()
+    if dtypes.is_plain(tensor):
+        return tensor.as_subclass(torch.Tensor).detach()
     raise DTypeMismatchError(
-        f"key {key!r} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
-        "which has no plain memory to write; make it a dense tensor with data",
+        f"key {key!r} is a {type(tensor).__name__} of {tensor.dtype} and layout {tensor.layout} on "
+        f"{tensor.device}, which has no plain memory to write; make it a dense tensor with "
+        "data (its dequantize() or to_dense() makes one)",
         key=key,
     )
 
@@ -123,8 +129,7 @@ def parts_of(
         key: key of the tensor, for error texts.
         prepended: number of axes of length 1 that the slices have before the tensor's axes.
     """
-    require_plain(tensor, key)
-    tensor = tensor.detach()[(None,) * prepended]
+    tensor = plain_tensor(tensor, key)[(None,) * prepended]
     array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
     stream = stream_of(tensor.device)
 

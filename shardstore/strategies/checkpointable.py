@@ -37,7 +37,7 @@ class CheckpointableShardedTensor(torch.Tensor):
 
     def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> CheckpointableShardedTensor:
         """Make the stand-in for the global tensor."""
-        like = torch.empty((), dtype=sh_ten.dtype) if data is None else data
+        like = torch.empty((), dtype=sh_ten.dtype, device="cpu") if data is None else data
         return cast(CheckpointableShardedTensor, _stand_in(cls, sh_ten.global_shape, like))
 
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:

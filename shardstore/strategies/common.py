@@ -34,7 +34,8 @@ from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy
 from shardstore.values import plain as plain_values
 from shardstore.values import record
-from shardstore.values.torch_values import dump_bytes, load_bytes, require_loadable
+from shardstore.values.torch_dump import dump_bytes
+from shardstore.values.torch_values import load_bytes, require_loadable
 
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1

@@ -32,9 +32,16 @@ import numpy as np
 import torch
 from torch import _weights_only_unpickler
 
-from shardstore.errors import ArgumentError, CheckpointingException, UnsafeObjectError, as_damage
-from shardstore.storage.format.dtypes import require_memory
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    DTypeMismatchError,
+    UnsafeObjectError,
+    as_damage,
+)
+from shardstore.storage.format import dtypes
 from shardstore.values.torch_archive import Records, Stream, verify_archive
+from shardstore.values.torch_dump import dump_bytes
 
 _BLOCKED = ("sys", "os", "posix", "nt")
 """Modules whose functions and classes a program cannot allow, as in torch."""
@@ -49,6 +56,11 @@ _ATTRIBUTED = {argparse.Namespace, types.SimpleNamespace, collections.OrderedDic
 _UNUSED = pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER
 _UNUSED += pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
 """Operations that take any size, or call classes in ways that ``torch.save`` does not use."""
+
+
+_ALLOW = (
+    ", or allow its class in the programs that save and load (torch.serialization.add_safe_globals)"
+)
 
 
 class BoundedUnpickler(pickle._Unpickler):
@@ -160,9 +172,12 @@ def _numpy_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
 
 
 def _sparse(layout: torch.layout, data: Sequence[Any]) -> torch.Tensor:
+    device = data[0].device
     if layout == torch.sparse_coo:
-        return torch.sparse_coo_tensor(*data[:3], check_invariants=True)
-    return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True)
+        return torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        *data, layout=layout, device=device, check_invariants=True
+    )
 
 
 def _subclassed(rebuild: _Name, kind: Any, args: Any, state: Any) -> Any:
@@ -351,13 +366,6 @@ class _Unpickler(BoundedUnpickler):
     }
 
 
-def dump_bytes(value: object) -> bytes:
-    """Return a value as ``torch.save`` writes it."""
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 def load_bytes(
     data: bytes | Stream, url: str, key: str | None = None, *, meta: bool = False
 ) -> Any:
@@ -417,7 +425,8 @@ def require_loadable(value: object, what: str) -> None:
         what: name of the value in the error text.
 
     Raises:
-        CheckpointingException: a value cannot be loaded; the text names its path and type.
+        CheckpointingException: a value cannot be loaded; the text names its path and type. It is a
+            :class:`DTypeMismatchError` for a tensor.
     """
     doubtful = list(_doubtful(value, ()))
     if _problem([found for _, found in doubtful]) is None:
@@ -425,12 +434,13 @@ def require_loadable(value: object, what: str) -> None:
     for path, found in doubtful:
         if (error := _problem([found])) is not None:
             kind, place = type(found), ".".join(map(str, path))
-            why = f"it needs {error.args[0]}" if isinstance(error, _RefusedError) else str(error)
-            raise CheckpointingException(
+            is_refused = isinstance(error, _RefusedError)
+            why = f"it needs {error.args[0]}" if is_refused else str(error)
+            is_tensor = isinstance(found, torch.Tensor)
+            raise (DTypeMismatchError if is_tensor else CheckpointingException)(
                 f"{what}{place and f' at {place!r}'} is a {kind.__module__}.{kind.__qualname__} "
                 f"that could not be loaded again: {why}. Store plain values in its place, keep it "
-                "out with LocalNonpersistentObject, or allow its class in the programs that save "
-                "and load (torch.serialization.add_safe_globals)",
+                f"out with LocalNonpersistentObject{_ALLOW * is_refused}",
                 key=place,
             ) from error
 
@@ -452,10 +462,10 @@ def _doubtful(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
 
 def _is_plain_array(value: Any) -> bool:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        is_dense = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-        if is_dense and not vars(value):
+        is_known = str(value.dtype).removeprefix("torch.") in dtypes.names()
+        if is_known and dtypes.is_plain(value) and not vars(value):
             with suppress(ArgumentError):
-                require_memory(value)
+                dtypes.require_memory(value)
                 return True
         return False
     is_numpy = type(value) is np.ndarray or isinstance(value, np.generic)
@@ -467,8 +477,11 @@ def _problem(values: Sequence[Any]) -> Exception | None:
     the same types."""
     try:
         for value in values:
-            if type(value) is torch.Tensor and value.layout is torch.strided:
-                require_memory(value)
+            is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+            if is_strided and not value.is_meta:
+                if not dtypes.is_plain(value):
+                    raise TypeError("its elements are not plain memory (dequantize() may help)")
+                dtypes.require_memory(value)
         found = _unpickled(io.BytesIO(dump_bytes(values))) if values else ()
         for one, other in zip(values, found, strict=True):
             if type(one) is not type(other):

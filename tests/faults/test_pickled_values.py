@@ -32,7 +32,8 @@ import shardstore
 from shardstore.dcp.files import DcpFiles
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, UnsafeObjectError
 from shardstore.storage.stores.location import Location
-from shardstore.values.torch_values import dump_bytes, load_bytes
+from shardstore.values.torch_dump import dump_bytes
+from shardstore.values.torch_values import load_bytes
 
 LIMIT_BYTES = 256 << 20
 

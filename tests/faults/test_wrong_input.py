@@ -33,7 +33,7 @@ from shardstore.errors import (
 from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardstore.saving.session import session_of
 from shardstore.strategies.common import TorchCommonSaveStrategy
-from shardstore.values.torch_values import dump_bytes
+from shardstore.values.torch_dump import dump_bytes
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario, raised, remains, run_scenarios
 

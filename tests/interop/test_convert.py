@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
+import re
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -21,12 +23,14 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import shardstore
-from shardstore import ShardedTensor
-from shardstore.convert import DEFAULT_FILE_BYTES, convert
+from shardstore import ShardedObject, ShardedTensor
+from shardstore.convert import DEFAULT_FILE_BYTES, convert, safetensors
 from shardstore.errors import (
+    ArgumentError,
     CheckpointExistsError,
     CheckpointingException,
     DamagedCheckpointError,
@@ -300,6 +304,90 @@ def test_truncated_safetensors(tmp_path: Path, cut: int) -> None:
         convert(path, tmp_path / "c")
 
 
+def put_file(path: Path, header: object, size: int) -> Path:
+    """Write a safetensors file with any header, and zeros as the tensors' bytes."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    return path
+
+
+def floats(start: int, stop: int) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+
+
+HEADERS: dict[str, tuple[object, int]] = {
+    "ordered": ({"a": floats(0, 8), "b": floats(8, 16)}, 16),
+    "not ordered": ({"b": floats(8, 16), "a": floats(0, 8)}, 16),
+    "empty tensors": ({"a": floats(0, 0), "b": floats(0, 8), "c": floats(8, 8)}, 8),
+    "no tensors": ({}, 0),
+    "null as metadata": ({"__metadata__": None, "a": floats(0, 8)}, 8),
+    "metadata": ({"__metadata__": {"who": "me"}, "a": floats(0, 8)}, 8),
+    "a list as metadata": ({"__metadata__": [], "a": floats(0, 8)}, 8),
+    "a number in the metadata": ({"__metadata__": {"a": 1}, "a": floats(0, 8)}, 8),
+    "null in the metadata": ({"__metadata__": {"a": None}, "a": floats(0, 8)}, 8),
+    "bytes after the tensors": ({"a": floats(0, 8)}, 12),
+    "bytes and no tensors": ({}, 4),
+    "bytes missing": ({"a": floats(0, 8), "b": floats(8, 16)}, 12),
+    "tensors that overlap": ({"a": floats(0, 8), "b": floats(4, 12)}, 12),
+    "the same bytes twice": ({"a": floats(0, 8), "b": floats(0, 8)}, 8),
+    "a gap": ({"a": floats(0, 8), "b": floats(12, 20)}, 20),
+    "a gap at the beginning": ({"a": floats(4, 12)}, 12),
+    "an empty tensor inside of another": ({"a": floats(0, 8), "b": floats(4, 4)}, 8),
+    "an end before the beginning": ({"a": {**floats(0, 8), "data_offsets": [8, 0]}}, 8),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_are_accepted_and_refused_as_by_safetensors(tmp_path: Path, name: str) -> None:
+    path = put_file(tmp_path / "m.safetensors", *HEADERS[name])
+    try:
+        expected = load_file(path)
+    except SafetensorError:
+        with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors"):
+            convert(path, tmp_path / "c")
+        assert os.listdir(tmp_path) == ["m.safetensors"]
+        return
+    convert(path, tmp_path / "c")
+    assert same(tensors_of(tmp_path / "c"), expected)
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"notes": {"long": "x" * 20_000, "short": "x" * 10_000}}, r"value of 'notes\.long'"),
+        ({"rng": ShardedObject("rng", b"x" * 20_000, (1,), (0,))}, r"value of 'rng/shard_0_1'"),
+        ({f"tensor {i}": torch.ones(1) for i in range(500)}, r"500 tensors"),
+    ],
+)
+def test_a_header_that_nobody_reads_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], named: str
+) -> None:
+    """The library reads headers of up to 100 MB."""
+    assert safetensors.MAX_HEADER_BYTES == 100_000_000
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 20_000)
+    shardstore.save(shardstore.shard(state), tmp_path / "c")
+    with pytest.raises(ArgumentError, match=f"more than the 20000.*{named}"):
+        convert(tmp_path / "c", tmp_path / "m.safetensors")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_tensors_that_an_index_leaves_out_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "m").mkdir()
+    save_file({"a": torch.ones(2), "x": torch.ones(3)}, tmp_path / "m" / "1.safetensors")
+    save_file({"b": torch.ones(4), "a": torch.zeros(2)}, tmp_path / "m" / "2.safetensors")
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for target in ("b", "c"):
+        caplog.clear()
+        convert(tmp_path / "m", tmp_path / target)
+        assert same(tensors_of(tmp_path / target), {"a": torch.ones(2), "b": torch.ones(4)})
+        (text,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert re.search(r"/m: the index leaves out 1 tensor.*'x'", text)
+        assert "'a'" not in text
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -311,9 +399,7 @@ def test_truncated_safetensors(tmp_path: Path, cut: int) -> None:
     ],
 )
 def test_hostile_headers(tmp_path: Path, header: object) -> None:
-    text = json.dumps(header).encode()
-    path = tmp_path / "m.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    path = put_file(tmp_path / "m.safetensors", header, 8)
     with pytest.raises(DamagedCheckpointError):
         convert(path, tmp_path / "c")
 
@@ -332,7 +418,7 @@ def test_a_type_that_safetensors_lacks(tmp_path: Path) -> None:
     shardstore.save(shardstore.shard({"z": torch.zeros(3, dtype=torch.complex128)}), tmp_path / "c")
     with pytest.raises(DTypeMismatchError, match="'z'"):
         convert(tmp_path / "c", tmp_path / "m.safetensors")
-    assert not (tmp_path / "m.safetensors").exists()
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_a_bar_is_drawn_when_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -329,12 +329,22 @@ def test_strange_data_types_and_codecs() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"zarr_format": 3}, {"order": "F"}, {"chunks": [2]}, {"shape": None}, {"chunks": "a"}],
+    [{"zarr_format": 3}, {"order": "K"}, {"chunks": [2]}, {"shape": None}, {"chunks": "a"}],
 )
 def test_strange_v2_arrays_are_refused(change: dict[str, Any]) -> None:
     text = documents.array_document(meta_of("a", (4, 4), codecs=(), zarr_format=2))
     with pytest.raises(FormatVersionError, match="the-url"):
         parse_v2_array("a", json.dumps(json.loads(text) | change).encode(), "the-url")
+
+
+@pytest.mark.parametrize(
+    "change", [{"order": "F"}, {"dtype": ">f4"}, {"filters": [{"id": "delta"}]}]
+)
+def test_v2_arrays_that_tensorstore_or_zarr_decodes(change: dict[str, Any]) -> None:
+    text = documents.array_document(meta_of("a", (4, 4), codecs=(), zarr_format=2))
+    data = json.dumps(json.loads(text) | change).encode()
+    meta = parse_v2_array("a", data, "the-url")
+    assert (meta.codecs, meta.document, meta.dtype) == (None, data, "float32")
 
 
 def test_arrays_of_one_data_type_and_other_codecs_under_one_root() -> None:

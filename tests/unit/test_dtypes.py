@@ -75,10 +75,12 @@ def test_v2_codes() -> None:
     assert dtypes.v2_dtype("float32") == "<f4"
     assert dtypes.v2_dtype("bool") == "|b1"
     assert dtypes.v2_dtype_name("|u1") == "uint8"
+    assert dtypes.v2_dtype_name(">f4") == "float32"
 
 
 @pytest.mark.parametrize(
-    "code", [">f4", "|O", "|S3", "<M8[s]", "f4,f4", "1/0", "(2,", "\ud800", [["a", "<f4"]], 3, "x"]
+    "code",
+    [">M8[s]", "|O", "|S3", "<M8[s]", "f4,f4", "1/0", "(2,", "\ud800", [["a", "<f4"]], 3, "x"],
 )
 def test_strange_v2_codes_are_refused(code: object) -> None:
     with pytest.raises(DTypeMismatchError, match="known: bool"):

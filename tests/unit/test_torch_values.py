@@ -14,7 +14,8 @@ import torch
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import UnsafeObjectError
-from shardstore.values.torch_values import dump_bytes, load_bytes
+from shardstore.values.torch_dump import dump_bytes
+from shardstore.values.torch_values import load_bytes
 
 
 def through_torch(value: Any) -> Any:

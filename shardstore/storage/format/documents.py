@@ -84,14 +84,15 @@ class ArrayMeta:
         grid: shape and chunk shape.
         dtype: Zarr name of the data type.
         codecs: names of the codecs after ``bytes``, in order; ``None`` for a chain that only
-            TensorStore can decode.
+            TensorStore or zarr can decode.
         zarr_format: 3, or 2 for the layout of Megatron-Core.
         separator: separator of the numbers in a chunk key.
         shard_shape: shape of the shards that the array was saved from, if known.
-        document: text of the document, if only TensorStore can decode the codecs.
+        document: text of the document, if only TensorStore or zarr can decode the codecs.
         crcs: crc32c of each chunk in C order over the grid, little-endian uint32, if the commit has
             them.
         sizes: the same for the size of each compressed chunk in bytes.
+        v2_keys: whether a Zarr v3 array has the chunk keys of Zarr v2.
     """
 
     key: str
@@ -105,6 +106,7 @@ class ArrayMeta:
     document: bytes | None = field(default=None, compare=False, repr=False)
     crcs: bytes | None = field(default=None, compare=False, repr=False)
     sizes: bytes | None = field(default=None, compare=False, repr=False)
+    v2_keys: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,7 +145,8 @@ class ArrayMeta:
     def chunk_key(self, index: Sequence[int]) -> str:
         """Return the key of a chunk below the array (Zarr v3 core specification, "Chunk key
         encoding": default; or v2)."""
-        return chunk_key(self.zarr_format, self.separator, tuple(index))
+        form = 2 if self.v2_keys else self.zarr_format
+        return chunk_key(form, self.separator, tuple(index))
 
     def chunk_name(self, index: Sequence[int]) -> str:
         """Return the name of a chunk's file or object below the root."""
@@ -279,7 +282,7 @@ class _Extension(msgspec.Struct):
 
 
 class _Encoding(_Extension):
-    name: Literal["default"]
+    name: Literal["default", "v2"]
 
 
 class _Group(msgspec.Struct, tag_field="node_type", tag="group"):
@@ -304,7 +307,7 @@ class _V2Array(msgspec.Struct):
     shape: Shape
     chunks: Shape
     dtype: Any
-    order: Literal["C"]
+    order: Literal["C", "F"]
     compressor: Any = None
     filters: Any = None
     dimension_separator: Literal[".", "/"] = "."
@@ -392,7 +395,7 @@ def parse_array(
     chunk_shape = document.chunk_grid.configuration.chunk_shape
     shared = bytes(document.codecs), bytes(document.chunk_key_encoding)
     try:
-        grid, chunks, codecs, separator = _layout(document.shape, chunk_shape, *shared)
+        grid, codecs, separator, v2_keys = _layout(document.shape, chunk_shape, *shared)
     except (msgspec.ValidationError, ValueError) as error:
         raise FormatVersionError(
             f"{url} is no array that this version of shardstore reads: {error}", url=url
@@ -411,29 +414,31 @@ def parse_array(
         separator=separator,
         shard_shape=_shards(own.shard_shape, grid),
         document=text if codecs is None else None,
-        crcs=_numbers(sums, chunks) if isinstance(sums, str) else None,
-        sizes=_numbers(sizes, chunks) if isinstance(sizes, str) else None,
+        crcs=_numbers(sums, grid.size) if isinstance(sums, str) else None,
+        sizes=_numbers(sizes, grid.size) if isinstance(sizes, str) else None,
+        v2_keys=v2_keys,
     )
 
 
 @lru_cache(maxsize=4096)  # a model has many arrays of few layouts
 def _layout(
     shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes
-) -> tuple[Grid, int, tuple[str, ...] | None, str]:
-    """Return the grid, its number of chunks, :attr:`ArrayMeta.codecs` and the separator of chunk
-    keys."""
+) -> tuple[Grid, tuple[str, ...] | None, str, bool]:
+    """Return the grid, :attr:`ArrayMeta.codecs`, the separator of chunk keys, and whether they are
+    those of Zarr v2."""
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
-    separator = (_ENCODING.decode(encoding).configuration or {}).get("separator", "/")
+    keys = _ENCODING.decode(encoding)
+    v2_keys = keys.name == "v2"
+    separator = (keys.configuration or {}).get("separator", "." if v2_keys else "/")
     if separator not in (".", "/"):  # another text could lead out of the checkpoint
         raise ValueError(f"separator {separator!r}")
     first, *others = _CODECS.decode(codecs)
     little = (first.configuration or {}).get("endian", "little") == "little"
     chain = tuple(codec.name for codec in others)
-    known = first.name == "bytes" and little and chain in _CHAINS
-    grid = Grid(shape, chunk_shape)
-    return grid, grid.size, chain if known else None, separator
+    known = first.name == "bytes" and little and chain in _CHAINS and not v2_keys
+    return Grid(shape, chunk_shape), chain if known else None, separator, v2_keys
 
 
 def _shards(shape: Shape | None, grid: Grid) -> Shape | None:
@@ -468,11 +473,12 @@ def parse_v2_array(node: str, text: bytes, url: str) -> ArrayMeta:
 
     Raises:
         NotACheckpointError: the document is not valid JSON.
-        FormatVersionError: the document is not a C-order Zarr v2 array.
+        FormatVersionError: the document is not a Zarr v2 array.
         DTypeMismatchError: the data type is unknown.
     """
     document = _decoded(_V2_ARRAY, text, url)
-    plain = document.compressor is None and not document.filters
+    plain = document.compressor is None and not document.filters and document.order == "C"
+    plain = plain and not str(document.dtype).startswith(">")
     return ArrayMeta(
         key=names.key_of(node) or node,
         node=node,
@@ -483,6 +489,14 @@ def parse_v2_array(node: str, text: bytes, url: str) -> ArrayMeta:
         separator=document.dimension_separator,
         document=None if plain else text,
     )
+
+
+def codec_names(document: bytes) -> list[str]:
+    """Return the names of the codecs in an array's document."""
+    parsed, codecs = json.loads(document), list[Any]()
+    for found in map(parsed.get, ("codecs", "filters", "compressor")):
+        codecs += found if isinstance(found, list) else [found]
+    return [str(codec.get("name", codec.get("id"))) for codec in codecs if isinstance(codec, dict)]
 
 
 def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:

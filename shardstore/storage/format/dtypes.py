@@ -7,6 +7,7 @@ because some unknown names make it abort the process.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -110,7 +111,7 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
     """Return the Zarr name for the ``dtype`` entry of a Zarr v2 document.
 
     Raises:
-        DTypeMismatchError: the data type is structured, big-endian or unknown.
+        DTypeMismatchError: the data type is structured or unknown.
     """
     name = code
     if isinstance(code, str) and code not in _FOREIGN:
@@ -118,7 +119,7 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
 
         # NumPy parses a small language: "1/0", "(2,".
         with suppress(TypeError, ValueError, SyntaxError):
-            found = str(np.dtype(code))
+            found = str(np.dtype(code).newbyteorder("="))
             name = found if found in _ITEMSIZES else code
     check(name, url)
     return cast("str", name)
@@ -135,6 +136,23 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     require_memory(tensor)
     return memory_of(tensor, name)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor are memory of its own, on any device. They are not
+    for sparse, nested, quantized and fake tensors, subclasses that hold other tensors, and data
+    types of fewer than 8 bits."""
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    # A FakeTensor reports a real device, but its storage is on the meta device.
+    if tensor.untyped_storage().device.type == "meta":
+        return False
+    if re.fullmatch(r"torch\.u?int[1-7]", str(tensor.dtype)):
+        return False
+    has_own_operations = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not has_own_operations or tensor.data_ptr() != 0
 
 
 def require_memory(tensor: torch.Tensor) -> None:

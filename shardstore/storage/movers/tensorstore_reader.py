@@ -1,4 +1,5 @@
-"""Reads chunks with codecs of other programs through TensorStore's zarr drivers.
+"""Reads chunks with codecs of other programs through TensorStore's zarr drivers, or through zarr
+where TensorStore has no driver for the store or does not know a codec.
 
 Arrays open with assumed metadata (TensorStore reads no document), and reads are strict (a missing
 chunk is an error, not the fill value).
@@ -21,6 +22,7 @@ from shardstore.storage.movers.codecs import BadChunkError
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.movers.verify import chunk_error
+from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
 from shardstore.storage.stores.tensorstore import (
@@ -89,8 +91,55 @@ def open_array(
     except (ValueError, TypeError, OverflowError) as error:
         raise FormatVersionError(
             f"key {array.key!r} ({url}) is described in a way that TensorStore cannot open "
-            f"({str(error).splitlines()[0]}): the document is damaged, or was written by a newer "
-            "program; upgrade, or load an earlier checkpoint",
+            f"({str(error).splitlines()[0]}): another or a newer program wrote it; upgrade, or "
+            "load an earlier checkpoint",
+            key=array.key,
+            url=url,
+        ) from error
+
+
+def open_zarr(location: Location, array: ArrayMeta) -> Any:
+    """Return an array as ``zarr.Array``, opened for reading.
+
+    Raises:
+        ValueError: it has the codec ``pickle`` of numcodecs, which runs code from the file.
+    """
+    import zarr
+
+    from shardstore import zarr_dtypes  # noqa: F401 (teaches zarr bfloat16 and float8)
+
+    if "pickle" in documents.codec_names(array.document or b"{}"):
+        raise ValueError("the codec 'pickle' runs code from the file")
+    how: dict[str, Any] = {"mode": "r", "zarr_format": array.zarr_format}
+    how["storage_options"] = dict(location.options) or None
+    if location.exists(f"{array.node}/{array.document_name}"):
+        return zarr.open_array(f"{location.url}/{array.node}", **how)
+    return zarr.open_group(location.url, **how)[array.node]
+
+
+def open_decoded(location: Location, array: ArrayMeta, *, fill_missing: bool = False) -> Any:
+    """Return the TensorStore handle of an array, or zarr's if TensorStore cannot open it.
+
+    Raises:
+        FormatVersionError: neither decodes the codecs; the text names them.
+        StorageError: the store failed.
+    """
+    url, reason = f"{location.url}/{array.node}", "it has no driver for this store"
+    try:
+        if location.is_local or location.is_s3:
+            return open_array(location, array, fill_missing=fill_missing)
+    except FormatVersionError as error:
+        reason = str(error.__cause__).splitlines()[0]
+    try:
+        return open_zarr(location, array)
+    except OSError as error:
+        raise explained("opening", url, error) from None
+    except Exception as error:  # zarr and its codecs raise many kinds
+        names = documents.codec_names(array.document or b"{}")
+        raise FormatVersionError(
+            f"key {array.key!r} ({url}) has the codecs {', '.join(names)}, which neither "
+            f"TensorStore ({reason}) nor zarr ({_first_line(error)}) decodes here: "
+            "install the package that registers them with zarr, or write the array with others",
             key=array.key,
             url=url,
         ) from error
@@ -115,7 +164,18 @@ def read_decoded(
     """
     wanted = [read for read in reads if read.box.size]
     arrays = {read.array for read in wanted}
-    stores = {array: open_array(location, array, fill_missing=fill_missing) for array in arrays}
+    stores = {array: open_decoded(location, array, fill_missing=fill_missing) for array in arrays}
+
+    def count(read: RegionRead) -> None:
+        touched = sum(1 for _ in read.array.grid.overlapping(read.box))
+        counters.add(bytes_read=touched * read.array.chunk_bytes, chunks_read=touched)
+        done(read.out.nbytes, touched)
+
+    by_zarr = [read for read in wanted if not isinstance(stores[read.array], ts.TensorStore)]
+    for read in by_zarr:
+        _read_by_zarr(location, stores[read.array], read, manifest, fill_missing=fill_missing)
+        count(read)
+    wanted = [read for read in wanted if isinstance(stores[read.array], ts.TensorStore)]
     for batch in in_rounds(wanted, lambda read: read.out.nbytes, IN_FLIGHT_BYTES):
         futures = deque(stores[read.array][read.box.slices].read() for read in batch)
         for read in batch:
@@ -131,9 +191,32 @@ def read_decoded(
             if failure is not None:
                 # Raised outside of the handler: the store's answer may contain the access key.
                 raise failure
-            touched = sum(1 for _ in read.array.grid.overlapping(read.box))
-            counters.add(bytes_read=touched * read.array.chunk_bytes, chunks_read=touched)
-            done(read.out.nbytes, touched)
+            count(read)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _read_by_zarr(
+    location: Location, store: Any, read: RegionRead, manifest: GetManifest, *, fill_missing: bool
+) -> None:
+    """Read a region chunk by chunk, because zarr reads missing chunks as fill values."""
+    array = read.array
+    for index in array.grid.overlapping(read.box):
+        part, name = array.grid.box(index).intersect(read.box), array.chunk_name(index)
+        url, problem = f"{location.url}/{name}", BadChunkError("missing", "is missing")
+        if not fill_missing and not location.exists(name):
+            raise chunk_error(array, index, url, problem, manifest)
+        assert part is not None
+        try:
+            where: Any = (..., *part.relative_to(read.box.offset).slices)
+            read.out[where] = store[part.slices]
+        except OSError as error:
+            raise explained("reading", url, error) from None
+        except Exception as error:  # codecs raise many kinds
+            problem = BadChunkError("crc", f"cannot be decoded ({_first_line(error)})")
+            raise chunk_error(array, index, url, problem, manifest) from error
 
 
 def _explained(location: Location, read: RegionRead, text: str, manifest: GetManifest) -> Exception:
