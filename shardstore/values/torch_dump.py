@@ -1,8 +1,9 @@
 """Write values as ``torch.save`` does, with the memory that their tensors use.
 
 ``torch.save`` writes whole storages: for a view of 400 bytes, all of the 200 MB that it is a view
-of. Here a tensor that uses its whole storage is written with it, and equal tensors share it. A view
-of a part is written as a storage of its own, without the gaps between its elements.
+of. Here a storage is written whole, and shared by its tensors, if the value's distinct views of it
+take as many bytes together. Otherwise each of them is written as a storage of its own, without the
+gaps between its elements.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import sys
+from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
@@ -17,6 +21,8 @@ import torch
 
 _View = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Offset, shape and strides of a tensor in its storage, in elements of a data type."""
+_Place = Callable[[torch.UntypedStorage, _View], tuple[Any, _View]]
+"""Takes storage and view of a tensor, and returns those that are pickled."""
 
 
 def _size(view: _View) -> int:
@@ -37,39 +43,58 @@ def _copied(storage: torch.UntypedStorage, view: _View) -> tuple[torch.UntypedSt
     return copy.untyped_storage(), (0, shape, tuple(steps), dtype)
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, protocol: int | None = None) -> None:
-        super().__init__(file, protocol)
-        # With the storages themselves, so that no other one gets the address.
-        self._copies: dict[tuple[int, _View], tuple[Any, ...]] = {}
+def _pickler(place: _Place) -> type[pickle.Pickler]:
+    """Return a class of picklers that use ``place`` for tensors that are views of a storage."""
 
-    def reducer_override(self, value: Any) -> Any:
-        """Return the pickled form of a view of a part, with a copy of the part."""
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        function, args, *more = cast(Any, value).__reduce_ex__(2)
-        is_subclass = function is torch._tensor._rebuild_from_type_v2
-        first, *rest = args[2] if is_subclass else args
-        storage = getattr(first, "_untyped_storage", first)
-        if not isinstance(storage, torch.UntypedStorage) or storage.device.type == "meta":
-            return NotImplemented
-        view = (*rest[:3], value.dtype)
-        if _size(view) >= storage.nbytes():
-            return NotImplemented
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return NotImplemented
+            function, args, *more = cast(Any, value).__reduce_ex__(2)
+            is_subclass = function is torch._tensor._rebuild_from_type_v2
+            first, *rest = args[2] if is_subclass else args
+            storage = getattr(first, "_untyped_storage", first)
+            if not isinstance(storage, torch.UntypedStorage) or storage.device.type == "meta":
+                return NotImplemented
+            memory, view = place(storage, (*rest[:3], value.dtype))
+            if memory is not None and storage is not first:
+                kind = cast(Any, torch.storage).TypedStorage
+                memory = kind(wrap_storage=memory, dtype=first.dtype, _internal=True)
+            made = (memory, *view[:3], *rest[3:])
+            return function, (*args[:2], made, *args[3:]) if is_subclass else made, *more
+
+    return Pickler
+
+
+def _pickler_for(value: object) -> type[pickle.Pickler]:
+    """Return a class of picklers for one value."""
+    views: defaultdict[int, set[_View]] = defaultdict(set)
+    copies: dict[Any, tuple[torch.UntypedStorage, _View]] = {}
+
+    def found(storage: torch.UntypedStorage, view: _View) -> tuple[None, _View]:
+        views[storage._cdata].add(view)
+        return None, view
+
+    nowhere = cast(Any, SimpleNamespace(write=len))
+    _pickler(found)(nowhere, 5, buffer_callback=lambda _: None).dump(value)
+    used = {storage: sum(map(_size, of_storage)) for storage, of_storage in views.items()}
+
+    def place(storage: torch.UntypedStorage, view: _View) -> tuple[torch.UntypedStorage, _View]:
         name = storage._cdata, view
-        if name not in self._copies:
-            self._copies[name] = storage, *_copied(storage, view)
-        _, memory, (*place, _) = self._copies[name]
-        if storage is not first:
-            kind = cast(Any, torch.storage).TypedStorage
-            memory = kind(wrap_storage=memory, dtype=first.dtype, _internal=True)
-        made = (memory, *place, *rest[3:])
-        return function, (*args[:2], made, *args[3:]) if is_subclass else made, *more
+        # Storages that an object makes whenever it is pickled are not in ``used``.
+        if used.get(storage._cdata, sys.maxsize) >= storage.nbytes():
+            return storage, view
+        if name not in copies:
+            copies[name] = _copied(storage, view)
+        return copies[name]
+
+    return _pickler(place)
 
 
 def dump(value: object, file: IO[bytes]) -> None:
     """Write a value to the end of a file in the format of ``torch.save``."""
-    torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+    module = SimpleNamespace(__name__="pickle", Pickler=_pickler_for(value))
+    torch.save(value, file, pickle_module=module)
 
 
 def dump_bytes(value: object) -> bytes:
@@ -82,5 +107,5 @@ def dump_bytes(value: object) -> bytes:
 def pickled(value: object) -> bytes:
     """Return a value as :func:`pickle.dumps` writes it, with the memory that its tensors use."""
     out = io.BytesIO()
-    _Pickler(out).dump(value)
+    _pickler_for(value)(out).dump(value)
     return out.getvalue()

@@ -97,27 +97,24 @@ def test_inside_of_other_values() -> None:
     assert through(state)["sparse"].to_dense().tolist() == [5, 0, 0]
 
 
-def test_a_tensor_that_uses_its_whole_storage_is_written_with_it() -> None:
-    """The bytes are those of torch.save, and tied tensors stay tied."""
+def test_a_storage_that_is_used_in_full_stays_one() -> None:
+    """Tied tensors, a flat buffer and its parts, a module's state: the bytes are torch's."""
     flat = torch.arange(1000.0)
     for value in (
         flat,
         flat.view(10, 100).t(),
         torch.ones(1).expand(1000),
-        [flat, flat.view(10, 100)],
+        [flat, flat],
+        {"flat": flat, "parts": flat.split(300)},
+        list(flat.view(10, 100)),
         torch.nn.LSTM(3, 4).state_dict(),
         torch.empty(3, device="meta"),
         {"text": "a", "numbers": [1.5, None, b"x"]},
     ):
         assert dump_bytes(value) == of_torch(value)
-
-
-def test_parts_of_a_buffer_load_with_memory_of_their_own() -> None:
-    flat = torch.arange(1000.0)
     found = through({"flat": flat, "parts": flat.split(300)})
-    assert torch.equal(torch.cat(found["parts"]), flat)
     found["flat"].zero_()
-    assert all(part.any() for part in found["parts"])
+    assert not any(part.any() for part in found["parts"])
 
 
 def test_equal_views_stay_one() -> None:
@@ -161,4 +158,5 @@ def test_any_views_of_any_storages(data: st.DataObject) -> None:
     for one, other in zip(found, loaded, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
-        assert other.untyped_storage().nbytes() <= one.untyped_storage().nbytes()
+    total = sum(one.untyped_storage().nbytes() for one in loaded)
+    assert total <= sum(one.untyped_storage().nbytes() for one in found)
