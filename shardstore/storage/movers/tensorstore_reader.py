@@ -127,11 +127,11 @@ def open_decoded(location: Location, array: ArrayMeta, *, fill_missing: bool = F
     except OSError as error:
         raise explained("opening", url, error) from None
     except Exception as error:  # zarr and its codecs raise many kinds
-        names = documents.codec_names(array.document or b"{}")
+        names = ", ".join(documents.codec_names(array.document or b"{}"))
         raise FormatVersionError(
-            f"key {array.key!r} ({url}) has the codecs {', '.join(names)}, which neither "
-            f"TensorStore ({reason}) nor zarr ({_first_line(error)}) decodes here: "
-            "install the package that registers them with zarr, or write the array with others",
+            f"neither TensorStore ({reason}) nor zarr ({_first_line(error)}) decodes key "
+            f"{array.key!r} ({url}; codecs: {names or 'none'}) here: install the package that "
+            "registers the codec with zarr, or write the array with another one",
             key=array.key,
             url=url,
         ) from error
