@@ -324,8 +324,7 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
         given = data.detach()
         return TensorRead(given, given)
     # A subclass may refuse to be written in parts.
-    staged = torch.empty(data_shape(tensor), dtype=tensor.dtype, pin_memory=data.is_cuda)
-    return TensorRead(data, staged)
+    return TensorRead(data, torch.empty(data_shape(tensor), dtype=tensor.dtype))
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:
