@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from shardstore.core import DCP_BACKEND
 from shardstore.coverage import check_reports, report_shards
@@ -59,6 +59,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.device import behind, streams_of
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
 from shardstore.storage.stores.location import Location, store_errors
@@ -198,6 +199,7 @@ class _FilesSave:
         # Keys are flat already, and shards stay shards.
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staging: Staging | None = None
+        self._streams: list[torch.Stream | None] = []
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
 
@@ -290,6 +292,9 @@ class _FilesSave:
             if self._staging is not None:
                 copies = (dtypes.as_tensor(copy.data()) for copy in self._staging.copies())
                 self._copies.update(zip(self._staged, copies, strict=True))
+            else:
+                tensors = (i for i in self._items if i.type is not WriteItemType.BYTE_IO)
+                self._streams = streams_of(map(self._planner.resolve_data, tensors))
             run_batched(self._files(), self._write_files, threads=self._threads)
         except Exception as error:
             cause: BaseException | None = error
@@ -332,7 +337,8 @@ class _FilesSave:
                     if data is None:
                         data = self._planner.resolve_data(item)
                     if isinstance(data, torch.Tensor):
-                        data = data.detach().cpu()
+                        with behind(*self._streams):
+                            data = data.detach().cpu()
                         if data.untyped_storage().size() != data.nbytes:
                             data = data.clone()  # else torch.save() writes all that it is a view of
                     self._written.append((item.index, append(file, name, data)))

@@ -33,7 +33,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
-from shardstore.storage.movers.device import behind, host_memory, stream_of
+from shardstore.storage.movers.device import behind, host_memory, streams_of
 from shardstore.storage.movers.parallel import default_threads, in_rounds
 
 BYTES_A_THREAD = 32 * 1024 * 1024
@@ -249,9 +249,7 @@ def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
     most = max((sum(p.size_bytes for p in one) for by_rank in rounds for one in by_rank), default=0)
     received = np.empty(most, np.uint8)
     buffers = read_ahead(read, [by_rank[rank] for by_rank in rounds])
-    outs: list[Any] = [part.out for held in parts.values() for part in held]
-    devices = {out.device for out in outs if isinstance(out, torch.Tensor)}
-    streams = [stream_of(device) for device in devices]
+    streams = streams_of(part.out for held in parts.values() for part in held)
 
     def read_alone() -> None:
         """Read the chunks that no other rank wants. It runs in another thread; copies to a

@@ -66,7 +66,9 @@ def sharded(tensors: Mapping[str, torch.Tensor], replica_id: int = 0) -> dict[st
     }
 
 
-def queue(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], *, busy_ms: float) -> None:
+def queue(
+    tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], *, busy_ms: float
+) -> None:
     """Queue copies to device tensors on the current stream of each one's device, after work that
     takes ``busy_ms``."""
     pairs = list(zip(tensors, sources, strict=True))

@@ -11,7 +11,14 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.storage.movers.device import PORTABLE, _cudart, behind, host_memory, on_host, stream_of
+from shardstore.storage.movers.device import (
+    PORTABLE,
+    _cudart,
+    behind,
+    host_memory,
+    on_host,
+    stream_of,
+)
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 

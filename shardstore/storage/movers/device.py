@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -42,6 +42,11 @@ def stream_of(device: torch.device) -> torch.Stream | None:
     """Return this thread's current stream of a device; ``None`` if it has no streams."""
     module = _module(device)
     return None if module is None else module.current_stream(device)
+
+
+def streams_of(values: Iterable[object]) -> list[torch.Stream | None]:
+    """Return this thread's current stream of each device that a tensor among the values is on."""
+    return [stream_of(device) for device in {v.device for v in values if torch.is_tensor(v)}]
 
 
 @contextmanager

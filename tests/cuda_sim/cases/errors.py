@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import shardstore
+from shardstore.errors import SaveInProgressError
 from shardstore.saving import execute
 from shardstore.saving.execute import Staging
 from shardstore.saving.plan import DevicePart
@@ -95,6 +96,27 @@ def test_a_dropped_copy_keeps_its_memory_until_it_is_complete() -> None:
     gc.collect()
     assert simulation.queued_copies() == 0
     assert simulation.registered() == 0
+
+
+def test_memory_of_an_aborted_copy_is_used_again_when_it_is_complete(training: Training) -> None:
+    """Else the copy would overwrite the next save's."""
+    queue(training.device.values(), training.wanted.values(), busy_ms=0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        aborted = shardstore.async_save(
+            training.state, training.path / "aborted", strategy(), overlap_staging=True
+        )
+        aborted.wait_staged()
+        aborted.abort()
+    for value in training.device.values():
+        value.zero_()
+    torch.cuda.current_stream().synchronize()
+    handle = shardstore.async_save(training.state, training.path / "c", strategy())
+    handle.result()
+    assert isinstance(aborted.exception(), SaveInProgressError)
+    found = shardstore.load_plain_tensors(training.path / "c")
+    assert not any(bool(value.any()) for value in found.values())
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -221,6 +243,7 @@ def limited_memory(extra_bytes: int) -> Iterator[None]:
 
 
 # -- the end of the process ------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     ("end", "at_exit", "overlap"),

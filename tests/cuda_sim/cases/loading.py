@@ -91,9 +91,7 @@ def test_map_location_makes_tensors_on_a_device(
         shardstore.load(state, stored, map_location=where),
         shardstore.load_plain_tensors(stored, map_location=where, keys=list(wanted)),
     ):
-        assert {value.device for value in loaded.values()} == {
-            torch.empty(0, device=where).device
-        }
+        assert {value.device for value in loaded.values()} == {torch.empty(0, device=where).device}
         assert not differing(loaded, wanted)
     region = [slice(3, 77), slice(5, 99)]
     key = "torch.float32"
@@ -173,18 +171,37 @@ def test_an_error_of_the_device_is_the_loads_error(
     """The next load is right."""
     given = empty_like(wanted)
     torch.cuda.empty_cache()
-    simulation.fail(function, code, skip, 10**6)
-    error = torch.OutOfMemoryError if function == "cudaMalloc" else RuntimeError
-    try:
-        with pytest.raises(error):
-            if function == "cudaMalloc":
-                shardstore.load_plain_tensors(stored, map_location="cuda:1")
-            else:
-                shardstore.load(sharded(given), stored)
-    finally:
-        simulation.fail(function, 0, 0, 0)
+    state: dict[str, Any] = dict(sharded(given))
+    error: type[Exception] = RuntimeError
+    if function == "cudaMalloc":
+        error = torch.OutOfMemoryError
+        for value in state.values():
+            value.data = None
+    with simulation.failing(function, code, skip, 10**6), pytest.raises(error):
+        shardstore.load(state, stored, map_location="cuda:1")
     shardstore.load(sharded(given), stored)
     assert not differing(given, wanted)
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrapped"])
+def test_a_loaded_tensor_is_complete_on_every_stream(tmp_path: Path, kind: str) -> None:
+    """Not only on the stream that it was copied on."""
+    host = {"w": random_tensor((1 << 18,))}
+    shardstore.save(sharded(host), tmp_path / "c", strategy())
+    given = torch.zeros(1 << 18).to("cuda")
+    found = torch.zeros(1 << 18).pin_memory()
+    other, side = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    simulation.delay(20_000)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(30_000_000)
+        target = given.as_subclass(_Wrapped) if kind == "wrapped" else given
+        shardstore.load(sharded({"w": target}), tmp_path / "c")
+    simulation.delay(0)
+    with torch.cuda.stream(other):
+        found.copy_(given, non_blocking=True)
+        other.synchronize()
+    assert is_equal(found, host["w"])
 
 
 def test_tied_tensors_are_compared(tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def _loads(rank: int, _: int, path: str) -> list[str]:
     wrong: list[str] = []
     for step in range(8):
         device = (rank + step) % 2
-        given = {key: torch.zeros(value.shape).to(f"cuda:{device}") for key, value in wanted.items()}
+        given = {
+            key: torch.zeros(value.shape).to(f"cuda:{device}") for key, value in wanted.items()
+        }
         if step >= 4 and rank == 1:
             del given["w3"]  # rank 0 alone reads it, in a thread
         torch.cuda.synchronize(device)
@@ -164,4 +166,3 @@ def _contexts(rank: int, _: int, path: str) -> list[bool]:
 def test_a_rank_uses_no_device_but_its_own(tmp_path: Path) -> None:
     """A thread that looks at device 0 takes some hundred megabytes there, for every rank."""
     assert run_ranks(_contexts, WORLD, str(tmp_path)) == [[False, True]] * 2
-

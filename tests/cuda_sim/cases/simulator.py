@@ -166,9 +166,10 @@ def test_a_wrong_call_is_counted_or_ends_the_process(what: str) -> None:
 
 
 def test_calls_fail_as_they_are_told() -> None:
-    with simulation.failing("cudaMemcpyAsync", 719, skip=1), pytest.raises(RuntimeError):
+    with simulation.failing("cudaMemcpyAsync", 719, skip=1):
         torch.ones(4).to("cuda")
-        torch.ones(4).to("cuda")
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            torch.ones(4).to("cuda")
     with simulation.failing("cudaMalloc", 2, count=9), pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 26, device="cuda")
     assert on_host(torch.ones(4).to("cuda")).tolist() == [1, 1, 1, 1]

@@ -1,5 +1,5 @@
-"""Prints a function for each symbol that PyTorch's CUDA build needs and runtime.cpp lacks. It reports
-the call and refuses it. symbols.txt lists the symbols: ``nm -D --undefined-only`` of its libraries."""
+"""Prints a function for each symbol that PyTorch's CUDA build needs and runtime.cpp lacks. It
+reports the call and refuses it. symbols.txt has the symbols, from ``nm -D --undefined-only``."""
 
 from __future__ import annotations
 
