@@ -122,11 +122,10 @@ class DeviceCopies:
         if not host:
             self._module.current_stream(self._device).wait_stream(self._stream)
             return
-        with behind(self._stream):
-            options = {"blocking": True} if self._device.type == "cuda" else {}
-            event = self._module.Event(**options)
-            event.record(self._stream)
-            event.synchronize()
+        options = {"blocking": True} if self._device.type == "cuda" else {}
+        event = self._module.Event(**options)
+        event.record(self._stream)
+        event.synchronize()
         self._is_behind = False
 
     def __del__(self) -> None:

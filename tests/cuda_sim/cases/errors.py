@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.errors import SaveInProgressError
 from shardstore.saving import execute
 from shardstore.saving.execute import Staging
 from shardstore.saving.plan import DevicePart
@@ -82,41 +81,44 @@ def test_a_dropped_request_leaves_nothing_registered(training: Training) -> None
     training.require_right()
 
 
-def test_a_dropped_copy_keeps_its_memory_until_it_is_complete() -> None:
-    """Else it would write to memory that others own by then."""
+def queued_copy() -> Staging:
+    """Return a copy that is queued behind 100 ms of work."""
     source = torch.ones(1 << 18, device="cuda")
     array = ArrayMeta("w", "w", Grid((1 << 18,), (1 << 18,)), "float32")
-    with torch.cuda.stream(torch.cuda.Stream()) as _:
+    with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
         part = DevicePart(source, torch.cuda.current_stream())
         staging = Staging([ChunkWrite(array, (0,), part)], overlap=True)
-        staging.wait()
+    staging.wait()
     assert simulation.queued_copies() == 1
+    return staging
+
+
+def test_a_dropped_copy_keeps_its_memory_until_it_is_complete() -> None:
+    """Else it would write to memory that others own by then."""
+    staging = queued_copy()
     del staging
     gc.collect()
     assert simulation.queued_copies() == 0
     assert simulation.registered() == 0
 
 
-def test_memory_of_an_aborted_copy_is_used_again_when_it_is_complete(training: Training) -> None:
+def test_memory_of_an_aborted_copy_is_given_back_when_it_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else the copy would overwrite the next save's."""
-    queue(training.device.values(), training.wanted.values(), busy_ms=0)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(200_000_000)
-        aborted = shardstore.async_save(
-            training.state, training.path / "aborted", strategy(), overlap_staging=True
-        )
-        aborted.wait_staged()
-        aborted.abort()
-    for value in training.device.values():
-        value.zero_()
-    torch.cuda.current_stream().synchronize()
-    handle = shardstore.async_save(training.state, training.path / "c", strategy())
-    handle.result()
-    assert isinstance(aborted.exception(), SaveInProgressError)
-    found = shardstore.load_plain_tensors(training.path / "c")
-    assert not any(bool(value.any()) for value in found.values())
+    queued: list[int] = []
+
+    class Pool(execute.HostPool):
+        def give_back(self, arena: execute.Arena) -> None:
+            queued.append(simulation.queued_copies())
+            super().give_back(arena)
+
+    monkeypatch.setattr(execute, "POOL", Pool())
+    staging = queued_copy()
+    staging.fail(RuntimeError("aborted"))
+    staging.close()
+    assert queued == [0]
 
 
 @pytest.mark.parametrize("persistent", [True, False])
