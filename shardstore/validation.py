@@ -231,18 +231,15 @@ def pickled(common: StateDict) -> bytes:
 
 def compare_common(mine: StateDict, of_coordinator: bytes, ranks: Ranks) -> None:
     """Log differences between this rank's common values and the coordinator's, given as bytes."""
+    rank, first = ranks.rank, ranks.members[0]
     try:
         only_there, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
         logger.warning(
-            "The common values of rank %d cannot be compared with rank %d's: %s",
-            ranks.rank,
-            ranks.first,
-            error,
+            f"The common values of rank {rank} cannot be compared with rank {first}'s: {error}"
         )
         return
     if only_there or only_here or mismatched:
-        rank, first = ranks.rank, ranks.first
         logger.warning(
             f"The common values of rank {rank} differ from those of rank {first}, which are saved. "
             f"Only on rank {first}: {only_there}; only on rank {rank}: {only_here}; "

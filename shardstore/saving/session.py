@@ -1,8 +1,9 @@
 """One save on one rank, from the first agreement of the ranks to the commit.
 
-The ranks communicate at most three times. First they agree to begin; every rank learns of wrong
-input on any rank before a byte is written. Then they exchange the layouts of flattened and
-irregular tensors, if there are any. At the end they send their manifests to the coordinator, which
+The ranks communicate two to four times. First they agree to begin; every rank learns of wrong
+input on any rank before a byte is written. If they do not all hold the same tensors and objects,
+they compare what they say about them. Then they exchange the layouts of flattened and irregular
+tensors, if there are any. At the end they send their manifests to the coordinator, which
 commits. A strategy finds the session of the folder that it writes to by :func:`session_of`. Without
 a session, a strategy opens one itself.
 """
@@ -25,9 +26,9 @@ import xxhash
 
 from shardstore.coverage import (
     Layouts,
-    check_descriptions,
     check_reports,
-    describe,
+    check_same,
+    digest_of,
     keys_of,
     merge_layouts,
     not_alone,
@@ -221,33 +222,45 @@ class SaveSession:
             CheckpointExistsError, StorageError: the attempt cannot begin; raised on every rank.
             RanksError: another rank failed, or did not answer in time.
         """
-        prepared: list[Part] = []
-        begun: list[Attempt] = []  # on the coordinator
+        what, prepared = f"saving to {shown(place)}", list[Part]()
+        openings: dict[int, _Opening] = {}  # by rank, on the coordinator, as the next
+        begun: list[Attempt] = []
 
         def opening() -> bytes:
             part = prepare()
             prepared.append(part)
-            validate = part.options.validate_access_integrity
+            checks = part.options.validate_access_integrity
             report = _Opening(
                 f"to {part.target.url} with base={part.base and part.base.url}",
-                describe(nested_values(part.sharded)) if validate else b"",
+                digest_of(nested_values(part.sharded)) if checks else b"",
                 bool(not_alone(part.tensors)),
                 part.adopts,
                 xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-                claims(part.sharded, ranks),
+                claims(part.sharded),
                 replicas.offer(part.tensors, part.options.replica_group),
             )
-            return pickle.dumps([report])
+            return pickle.dumps(report)
 
         def decide(reports: list[bytes]) -> bytes:
-            openings = [one for report in reports for one in pickle.loads(report)]
-            return pickle.dumps(_agreed(openings, prepared[0], begun, ranks))
+            openings.update(zip(ranks.members, map(pickle.loads, reports), strict=True))
+            first = {one.described: rank for rank, one in reversed(openings.items())}
+            return agree() if len(first) == 1 else pickle.dumps(first)
+
+        def compare(reports: list[bytes]) -> bytes:
+            check_same(reports, ranks.members)
+            return agree()
+
+        def agree() -> bytes:
+            return pickle.dumps(_agreed(openings, prepared[0], begun))
 
         try:
-            _, answer = ranks.step(f"saving to {shown(place)}", opening, bytes, decide, _joined)
-            agreed: Agreement = pickle.loads(answer)
+            _, answer = ranks.step(what, opening, bytes, decide)
             (part,) = prepared
-            apply_claims(part.sharded, agreed.owners, ranks)
+            if isinstance(agreed := pickle.loads(answer), dict):  # the first rank of each digest
+                told = nested_values(part.sharded) if ranks.rank in agreed.values() else ()
+                _, answer = ranks.step(what, lambda: told, report_shards, compare)
+                agreed = pickle.loads(answer)
+            apply_claims(part.sharded, agreed.owners, ranks.rank)
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
             session = cls(ranks, part, agreed, attempt)
         except BaseException:
@@ -451,7 +464,7 @@ class SaveSession:
                     if lost := [key for key in copies if key not in written]:
                         raise replicas.without_main_replica(lost, rank)
         if both := sorted({meta.key for meta in merged.arrays} & self.common_keys):
-            first, other = self.ranks.first, self.agreed.rank_with_dtensors
+            first, other = self.ranks.members[0], self.agreed.rank_with_dtensors
             raise AccessPatternError(  # such a key could not be loaded
                 f"the plain tensor {both[0]!r} is common state on rank {first}, whose state has no "
                 f"DTensors, and an array on rank {other}, whose state has DTensors ({len(both)} "
@@ -480,29 +493,15 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _joined(reports: Sequence[bytes]) -> bytes:
-    """Join the reports of several ranks into one, with equal descriptions stored once."""
-    known: dict[bytes, bytes] = {}
-    return pickle.dumps(
-        [
-            one._replace(described=known.setdefault(one.described, one.described))
-            for report in reports
-            for one in pickle.loads(report)
-        ]
-    )
-
-
-def _agreed(
-    openings: Sequence[_Opening], part: Part, begun: list[Attempt], ranks: Ranks
-) -> Agreement:
+def _agreed(openings: dict[int, _Opening], part: Part, begun: list[Attempt]) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
-    place, by_rank = openings[0].place, dict(zip(ranks.members, openings, strict=True))
-    for rank, opening in by_rank.items():
-        if opening.place != place:
+    (first, own), *_ = openings.items()
+    for rank, opening in openings.items():
+        if opening.place != own.place:
             raise AccessPatternError(
-                f"rank {ranks.first} saves {place} but rank {rank} {opening.place}; give every "
-                "rank the same place and base",
+                f"rank {first} saves {own.place} but rank {rank} {opening.place}; give every rank "
+                "the same place and base",
                 rank=rank,
             )
     if len(openings) > 1 and (url := part.target.url).startswith("memory://"):
@@ -511,23 +510,21 @@ def _agreed(
             "an object store that all of them see",
             url=url,
         )
-    told = {rank: one.described for rank, one in by_rank.items() if one.described}
-    check_descriptions(told.values(), told)
     common = b"" if part.compared is None else pickled(part.compared)
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
-    adopting = (rank for rank, opening in by_rank.items() if opening.adopts)
+    adopting = (rank for rank, opening in openings.items() if opening.adopts)
     # The first rank with each set of copies.
-    tellers = {one.copies: rank for rank, one in reversed(by_rank.items()) if one.copies}
+    tellers = {one.copies: rank for rank, one in reversed(openings.items()) if one.copies}
     return Agreement(
         attempt.id,
-        any(opening.needs_layouts for opening in openings),
+        any(opening.needs_layouts for opening in openings.values()),
         common,
         base,
-        replicas.agree(opening.offer for opening in openings),
+        replicas.agree(opening.offer for opening in openings.values()),
         list(tellers.values()),
         None if part.adopts else next(adopting, None),
-        decide_claims([opening.claims for opening in openings], ranks.members),
+        decide_claims([opening.claims for opening in openings.values()], [*openings]),
     )
 
 
