@@ -394,7 +394,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         try:
             reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
             record = _state_record(metadata, reports)
-            manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
+            manifests = [RankManifest.from_bytes(report.manifest) for report in reports]
             cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
             for chunk in itertools.chain.from_iterable(report.cut for report in reports):
                 cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
