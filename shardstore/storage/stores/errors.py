@@ -147,9 +147,8 @@ _REMEDIES = {
 }
 _NOT_THERE = "the store has nothing at this URL: check the endpoint and the URL"
 SETTINGS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give storage_options; "
-    "check region, endpoint and profile: with single sign-on, log in again (aws sso login); run a "
-    "credential_process by hand"
+    "check the storage options, or AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE and "
+    "AWS_REGION; with single sign-on, log in again (aws sso login); run credential_process by hand"
 )
 NO_TRUST = (
     "the server's certificate is not trusted (set AWS_CA_BUNDLE, or client_kwargs={'verify': "
