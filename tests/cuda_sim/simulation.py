@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".envs" / "cuda_sim"
 PYTHON = ENVIRONMENT / "bin" / "python"
+IS_MADE = (ENVIRONMENT / ".complete").exists()
 MISSING = "no simulated CUDA runtime: scripts/cuda_sim_env makes its environment (about 6 GB)"
 
 _library = ctypes.CDLL(None)

@@ -267,6 +267,7 @@ def test_a_process_ends_while_a_save_runs(
         from tests.cuda_sim.states import sharded, strategy
         device = {{f"w{{i}}": torch.full((512, 256), float(i), device="cuda") for i in range(4)}}
         state = sharded(device)
+        torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(100_000_000)
             handle = shardstore.async_save(state, {str(tmp_path / "c")!r}, strategy(1 << 15),
