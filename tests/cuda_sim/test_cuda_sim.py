@@ -9,6 +9,7 @@ import pytest
 
 from tests.cuda_sim.simulation import IS_MADE, MISSING, ROOT, run
 
+GPU_TESTS = [f"tests/unit/test_{name}.py" for name in ("device_copies", "staging", "partial_loads")]
 CASES = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("cases/*.py"))
 
 
@@ -17,7 +18,7 @@ CASES = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("ca
 @pytest.mark.skipif(not IS_MADE, reason=MISSING)
 @pytest.mark.parametrize(
     "arguments",
-    [*[[str(path)] for path in CASES if path.stem != "conftest"], ["tests/unit", "-m", "gpu"]],
+    [*[[str(path)] for path in CASES if path.stem != "conftest"], [*GPU_TESTS, "-m", "gpu"]],
     ids=lambda arguments: Path(arguments[0]).stem,
 )
 def test_the_cases_pass_under_the_simulation(arguments: list[str]) -> None:
