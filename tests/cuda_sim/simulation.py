@@ -82,6 +82,20 @@ def delay(us: int) -> None:
     _library.cuda_sim_delay(ctypes.c_long(us))
 
 
+def hold(stream: int) -> None:
+    """Hold back the work that is queued on a stream from now on, until :func:`release`.
+
+    Args:
+        stream: its handle, ``torch.cuda.Stream.cuda_stream``.
+    """
+    _library.cuda_sim_hold(ctypes.c_void_p(stream))
+
+
+def release() -> None:
+    """Let all streams go on."""
+    _library.cuda_sim_release()
+
+
 def _count(function: str) -> int:
     called = getattr(_library, function)
     called.restype = ctypes.c_long
