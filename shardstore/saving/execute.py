@@ -354,8 +354,7 @@ class Staging:
             if self._arena is not None:
                 POOL.give_back(self._arena)
         finally:  # after an error of a device the memory is not used again
-            self._arena, self._last = None, []
-            self._devices.clear()
+            self._arena, self._last, self._devices = None, [], {}
 
 
 def _size(item: ChunkWrite) -> int:

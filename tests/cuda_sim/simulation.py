@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".envs" / "cuda_sim"
 PYTHON = ENVIRONMENT / "bin" / "python"
+IS_MADE = (ENVIRONMENT / ".complete").exists()
 MISSING = "no simulated CUDA runtime: scripts/cuda_sim_env makes its environment (about 6 GB)"
 
 _library = ctypes.CDLL(None)
@@ -79,6 +80,20 @@ def failing(function: str, code: int, skip: int = 0, count: int = 1) -> Iterator
 def delay(us: int) -> None:
     """Set the longest random delay before the work of a stream."""
     _library.cuda_sim_delay(ctypes.c_long(us))
+
+
+def hold(stream: int) -> None:
+    """Hold back the work that is queued on a stream from now on, until :func:`release`.
+
+    Args:
+        stream: its handle, ``torch.cuda.Stream.cuda_stream``.
+    """
+    _library.cuda_sim_hold(ctypes.c_void_p(stream))
+
+
+def release() -> None:
+    """Let all streams go on."""
+    _library.cuda_sim_release()
 
 
 def _count(function: str) -> int:

@@ -19,6 +19,7 @@ from shardstore.saving.plan import DevicePart
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.device import stream_of
 
 
 def writes_of(count: int, size: int, pool: list[np.ndarray] | None = None) -> list[ChunkWrite]:
@@ -163,12 +164,11 @@ def test_device_chunks_are_copied_behind_the_callers_stream(budget: int | None) 
     count, size = 8, 1 << 20
     tensor = torch.zeros(count * size // 4, device="cuda")
     array = ArrayMeta("w", "w", Grid((count * size // 4,), (size // 4,)), "float32")
-    busy = torch.randn(4096, 4096, device="cuda")
-    for _ in range(20):
-        busy = busy @ busy * 1e-3  # keeps the stream at work
+    torch.cuda._sleep(500_000_000)  # cycles; keeps the stream at work
     tensor.fill_(7)
+    stream = stream_of(tensor.device)
     items = [
-        ChunkWrite(array, (i,), DevicePart(tensor[i * size // 4 : (i + 1) * size // 4]))
+        ChunkWrite(array, (i,), DevicePart(tensor[i * size // 4 : (i + 1) * size // 4], stream))
         for i in range(count)
     ]
     seen: list[bool] = []

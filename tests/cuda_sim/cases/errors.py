@@ -82,15 +82,17 @@ def test_a_dropped_request_leaves_nothing_registered(training: Training) -> None
 
 
 def queued_copy() -> Staging:
-    """Return a copy that is queued behind 100 ms of work."""
+    """Return a copy that is queued, and is made in a moment."""
     source = torch.ones(1 << 18, device="cuda")
     array = ArrayMeta("w", "w", Grid((1 << 18,), (1 << 18,)), "float32")
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(100_000_000)
+        simulation.hold(torch.cuda.current_stream().cuda_stream)
         part = DevicePart(source, torch.cuda.current_stream())
         staging = Staging([ChunkWrite(array, (0,), part)], overlap=True)
     staging.wait()
     assert simulation.queued_copies() == 1
+    threading.Timer(0.1, simulation.release).start()
     return staging
 
 
@@ -267,6 +269,7 @@ def test_a_process_ends_while_a_save_runs(
         from tests.cuda_sim.states import sharded, strategy
         device = {{f"w{{i}}": torch.full((512, 256), float(i), device="cuda") for i in range(4)}}
         state = sharded(device)
+        torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(100_000_000)
             handle = shardstore.async_save(state, {str(tmp_path / "c")!r}, strategy(1 << 15),

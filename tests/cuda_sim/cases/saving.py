@@ -126,6 +126,7 @@ def _holds(path: Path, seed: int) -> bool:
             strategy(chosen.choice([1 << 14, 1 << 17, 1 << 22]), chosen.choice([1, 4])),
             overlap_staging=overlap,
             overwrite=True,
+            durable=False,  # half of the time would be the disk's
             staging_budget_bytes=budget,
         )
         saved.clear()

@@ -656,6 +656,21 @@ API void cuda_sim_fail(const char* function, int code, long skip, long count) {
   Lock lock(log_mutex);
   injected_errors[function] = {code, skip, count};
 }
+// Hold back the work that is queued on a stream from now on, until the release of all streams.
+static auto& held = *new std::vector<MarkerPointer>;
+API void cuda_sim_hold(cudaStream_t handle) {
+  auto marker = std::make_shared<Marker>();
+  {
+    Lock lock(log_mutex);
+    held.push_back(marker);
+  }
+  stream_of(handle)->push([=] { marker->wait(); });
+}
+API void cuda_sim_release() {
+  Lock lock(log_mutex);
+  for (auto& marker : held) marker->set();
+  held.clear();
+}
 API void cuda_sim_delay(long us) { longest_delay_us = us; }
 API long cuda_sim_faults() {
   Lock lock(log_mutex);
