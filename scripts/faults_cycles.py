@@ -26,7 +26,7 @@ from shardstore import (
     ShardedTensor,
     delete_checkpoint,
 )
-from tests.helpers.ranks_helper import RankFailed, run_ranks
+from testing.ranks import RankFailed, run_ranks
 
 WORLD = 4
 WARM = 20

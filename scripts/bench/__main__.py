@@ -21,16 +21,17 @@ from arguments import (
     writable_folder,
 )
 
-from bench import machine, page, pictures
+from bench import page, pictures
 from bench.background import ASYNC, GPU
 from bench.bucket import Bucket
 from bench.cases import DISK, S3
 from bench.cli import CLI
 from bench.clients import MEGATRON, ORBAX
-from bench.machine import Disk
 from bench.results import command_and_date
 from bench.runs import Case, Run
 from bench.scale import RANKS, SCALE
+from testing import machine
+from testing.machine import Disk
 
 NEEDED_BYTES = 8 * 2**30
 """Of free space on the disk, at scale 1."""

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from bench import clients
 from bench.clients.base import Client, Share
-from bench.memory import BytesRead, peak_rss_bytes, reset_peak
 from bench.workload import build, entries_of
+from testing.memory import BytesRead, peak_rss_bytes, reset_peak
 
 _LIBC = ctypes.CDLL(None)
 _PACKAGES = (

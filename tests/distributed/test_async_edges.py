@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.progress import Progress
 from shardstore.storage.movers.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.ranks_helper import run_ranks
+from testing.ranks import run_ranks
+from testing.s3_servers import S3Server
 from tests.helpers.scenarios import Scenario
 
 WORLD = 3

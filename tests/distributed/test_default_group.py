@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardstore
 from shardstore.mapping import ShardedTensor
-from tests.helpers.ranks_helper import run_ranks
+from testing.ranks import run_ranks
 
 WORLD = 3
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import shardstore
-from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore import ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import RanksError, SaveInProgressError
@@ -21,7 +20,8 @@ from shardstore.saving.session import SaveSession
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.ranks_helper import run_ranks
+from testing.memory import peak_rss_bytes, reset_peak
+from testing.ranks import run_ranks
 
 MIB = 2**20
 WORLD = 2

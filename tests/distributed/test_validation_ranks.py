@@ -13,7 +13,7 @@ import shardstore
 from shardstore import validation
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
-from tests.helpers.ranks_helper import run_ranks
+from testing.ranks import run_ranks
 
 
 def _cell(index: int, parts: int) -> ShardedTensor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 from tests.helpers.programs import run_forked
 
 SAVES = """

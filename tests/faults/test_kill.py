@@ -23,7 +23,7 @@ import zarr
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.rank_server import start
+from testing.rank_server import start
 
 WORLD = 3
 KEYS = 12

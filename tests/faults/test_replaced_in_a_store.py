@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFile
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.dcp import StorageWriter
 from shardstore.errors import NotACheckpointError
 from shardstore.inspection.verify import Finding, verify
@@ -29,6 +28,7 @@ from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, Unfin
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
 
 PLACE = "watched://runs/c"

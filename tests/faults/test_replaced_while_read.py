@@ -28,7 +28,7 @@ from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.movers import checksums, files
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.rank_server import start
+from testing.rank_server import start
 
 KEYS = 4
 _doing: list[Callable[[str], None]] = []

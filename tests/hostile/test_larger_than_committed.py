@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.cli.app import run
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 from tests.hostile.test_bombs import bounded
 
 MORE = bytes(256 * 1024**2)

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from zarr.codecs import numcodecs as of_numcodecs
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.cli.app import app
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

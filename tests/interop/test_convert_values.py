@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.errors import DamagedCheckpointError
@@ -21,6 +20,7 @@ from shardstore.progress import Progress
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_document
+from testing.s3_servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

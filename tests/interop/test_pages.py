@@ -16,7 +16,7 @@ import pytest
 
 import shardstore.errors
 import shardstore.progress
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 from tests.helpers.programs import run_page
 
 ROOT = Path(__file__).resolve().parents[2]

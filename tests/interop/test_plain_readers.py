@@ -21,7 +21,7 @@ import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.ranks_helper import run_ranks
+from testing.ranks import run_ranks
 
 WORLD_SIZE = 4
 TARGET_CHUNK_BYTES = 16 * 1024

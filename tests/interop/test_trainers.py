@@ -12,10 +12,10 @@ import pytest
 import zarr
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,9 +19,9 @@ import zarr
 from torch.utils.data import DataLoader, Dataset
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.errors import ArgumentError, MissingKeyError, NotACheckpointError, StorageError
+from testing.s3_servers import S3Server
 
 START_METHODS = ["spawn", "forkserver"]
 

@@ -26,16 +26,16 @@ from hypothesis.stateful import (
 )
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import FileSystemIO
+from testing.deaths import dies
+from testing.s3_proxy import FaultProxy
+from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
-from tests.helpers.deaths import dies
-from tests.helpers.s3_proxy import FaultProxy
 
 steps = st.integers(0, 5)
 values = st.integers(1, 3)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.s3_servers import S3Server
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 from tests.helpers.store_suite import Target
 
 

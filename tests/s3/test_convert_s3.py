@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.convert import convert
 from shardstore.errors import (
     CheckpointExistsError,
@@ -23,6 +22,7 @@ from shardstore.errors import (
 )
 from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 from tests.helpers.cli_checkpoints import Cli
 from tests.helpers.conversions import killed_conversion, same, some_tensors, tensors_of
 

@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
+from testing.ranks import run_ranks
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 from tests.helpers import dtensor_states
-from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

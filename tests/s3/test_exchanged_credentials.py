@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import shardstore
-from scripts.s3_servers import ROOT, S3Server
 from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
+from testing.s3_servers import ROOT, S3Server
 from tests.helpers.s3_checkpoints import state
 
 

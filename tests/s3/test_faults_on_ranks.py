@@ -22,15 +22,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
-from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.dcp import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores import tensorstore as s3_io
-from tests.helpers.rank_server import start
-from tests.helpers.ranks_helper import run_ranks
+from testing.rank_server import start
+from testing.ranks import run_ranks
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import EmbeddedServer, S3Server
 from tests.helpers.s3_checkpoints import Run, state
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 WORLD = 2
 LIMIT_S = 60.0

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
 from shardstore.storage.stores.s3 import S3Settings
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import state
 
 WRONG = {

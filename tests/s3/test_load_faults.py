@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.errors import (
     CheckpointingException,
     ChunkCorruptError,
     StorageError,
 )
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run, state
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 DOCUMENTS = [r"/step-1/zarr\.json$", r"/metadata\.json$", r"/common\.pt$", r"/manifest\.npz$"]
 CHUNK = r"/w/c\.\d"

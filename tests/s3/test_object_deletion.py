@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor, delete_checkpoint, sweep
 from shardstore.errors import (
     AccessPatternError,
@@ -27,6 +26,7 @@ from shardstore.storage.commit.identity import ATTEMPTS, is_committed
 from shardstore.storage.commit.objects import ObjectAttempt
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
+from testing.s3_servers import S3Server
 from tests.helpers.store_suite import Target, assert_small_state, small_state, unfinished_save
 
 

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor, delete_checkpoint, latest
 from shardstore.errors import (
     ChunkCorruptError,
@@ -40,7 +39,8 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, StoreUrl
 from shardstore.storage.stores.objects import object_io, read_many
 from shardstore.storage.stores.remote import RemoteStore
-from tests.helpers.ranks_helper import run_ranks
+from testing.ranks import run_ranks
+from testing.s3_servers import S3Server
 from tests.helpers.store_suite import small_state, tensor
 
 

@@ -19,7 +19,6 @@ import zarr
 import zarr.codecs
 
 import shardstore
-from scripts.s3_servers import S3Server, free_port
 from shardstore import CheckpointManager
 from shardstore.errors import ChunkMissingError, StorageError
 from shardstore.inspection.verify import verify
@@ -29,8 +28,9 @@ from shardstore.storage.stores import remote, tensorstore
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
 from shardstore.strategies import zarr as zarr_strategy
+from testing.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
+from testing.s3_servers import S3Server, free_port
 from tests.helpers.s3_checkpoints import state
-from tests.helpers.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import zarr
 import zarr.codecs
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.errors import MissingKeyError
 from shardstore.mapping import ShardedObject, ShardedTensor
+from testing.s3_servers import S3Server
 
 
 def test_a_checkpoint(s3_server: S3Server) -> None:

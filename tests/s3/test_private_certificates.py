@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.s3_servers import S3Server
-from tests.helpers.s3_proxy import FaultProxy
+from testing.s3_proxy import FaultProxy
+from testing.s3_servers import S3Server
 
 if shutil.which("openssl") is None:
     pytest.skip("no openssl here to make certificates with", allow_module_level=True)

@@ -20,8 +20,8 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from scripts.s3_servers import S3Server
-from tests.helpers.s3_proxy import Fault, FaultProxy
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 
 # What other tests rest on; a release asks it too.
 pytestmark = pytest.mark.long

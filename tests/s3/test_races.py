@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import shardstore
-from scripts.s3_servers import S3Server, embedded_server, radosgw
 from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
-from tests.helpers.ranks_helper import run_ranks
+from testing.ranks import run_ranks
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server, embedded_server, radosgw
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 COMMITTERS = 16
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.storage.stores.tensorstore import REQUESTS
+from testing.s3_proxy import FaultProxy, Passed
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import FaultProxy, Passed
 
 ARRAYS = 20
 CONTROL = 10

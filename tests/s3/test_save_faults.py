@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.s3_servers import S3Server
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.commit.checkpoints import latest
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 LIMIT_S = 60
 PHASES = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import shardstore
-from scripts.bench.memory import peak_rss_bytes, reset_peak
-from scripts.s3_servers import S3Server
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.ranks_helper import run_ranks
+from testing.memory import peak_rss_bytes, reset_peak
+from testing.ranks import run_ranks
+from testing.s3_servers import S3Server
 
 MIB = 2**20
 CHUNK = 4 * MIB

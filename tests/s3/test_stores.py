@@ -15,7 +15,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 from tests.helpers.keeping_listings import KeepingMemory, ListingMemory
 from tests.helpers.store_suite import Place, StoreTests
 

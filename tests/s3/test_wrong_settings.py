@@ -19,15 +19,15 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.stores import remote
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
 from shardstore.strategies import zarr as zarr_strategy
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server, free_port
 from tests.helpers.s3_checkpoints import Run, state
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 LIMIT_S = 30
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
+
+import pytest
 
 import shardstore
 
@@ -97,3 +100,12 @@ def test_sizes() -> None:
     assert top <= TOP_MODULES
     assert {str(f): n for f, n in folders.items() if n > MODULES_IN_A_FOLDER} == {}
     assert len(MODULES) <= FILES
+
+
+@pytest.mark.parametrize(
+    ("folder", "other"), [("tests", "scripts"), ("scripts", "tests"), ("testing", "scripts tests")]
+)
+def test_tests_and_scripts_share_only_testing(folder: str, other: str) -> None:
+    forbidden = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(other.split())})\b", re.MULTILINE)
+    files = [file for file in (ROOT.parent / folder).rglob("*") if file.is_file()]
+    assert not [str(f) for f in files if forbidden.search(f.read_text("utf-8", "replace"))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import machine
+from testing import machine
 
 NAMES = ("dirty_bytes", "dirty_ratio", "dirty_background_bytes", "dirty_background_ratio")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

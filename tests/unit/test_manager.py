@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.errors import (
     CheckpointExistsError,
@@ -25,6 +24,7 @@ from shardstore.errors import (
 from shardstore.manager.steps import Steps, what_is_missing
 from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 from tests.helpers.managed import SIZE, damage, managed, state_of, wanted, warnings_of
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 
 CHUNK = 64 * 1024
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)

@@ -17,11 +17,11 @@ import torch
 from safetensors.numpy import save_file
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.convert import convert
 from shardstore.mapping import ShardedTensor
+from testing.s3_proxy import FaultProxy
+from testing.s3_servers import S3Server
 from tests.helpers.cli_checkpoints import Cli
-from tests.helpers.s3_proxy import FaultProxy
 
 HEAVY = {"torch", "tensorstore", "zarr", "xarray", "matplotlib", "pandas"}
 SMALL_ARRAYS = 60

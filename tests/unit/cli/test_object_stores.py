@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.mapping import ShardedTensor
+from testing.s3_servers import S3Server
 from tests.helpers.cli_checkpoints import Cli, values
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.helpers.s3_proxy import Fault, FaultProxy, Rule
+from testing.s3_proxy import Fault, FaultProxy, Rule
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.link")
 

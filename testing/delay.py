@@ -3,7 +3,7 @@
 It takes less processor time than a proxy that parses HTTP, which limits the measurements of many
 small requests. It prints its address, and ends when its standard input is closed:
 
-    python scripts/bench/delay.py http://127.0.0.1:9000 --latency-ms 50
+    python testing/delay.py http://127.0.0.1:9000 --latency-ms 50
 """
 
 from __future__ import annotations
