@@ -109,3 +109,16 @@ def test_tests_and_scripts_share_only_testing(folder: str, other: str) -> None:
     forbidden = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(other.split())})\b", re.MULTILINE)
     files = [file for file in (ROOT.parent / folder).rglob("*") if file.is_file()]
     assert not [str(f) for f in files if forbidden.search(f.read_text("utf-8", "replace"))]
+
+
+def test_unit_tests_mirror_the_package() -> None:
+    """``stores/folder.py`` has its tests in ``unit/.../stores/test_folder.py``, or in several files
+    whose names go on after the module's; a file named after a room tests several of its modules."""
+    unit = ROOT.parent / "tests" / "unit"
+    strays = []
+    for file in unit.rglob("test_*.py"):
+        room, subject = ROOT / file.parent.relative_to(unit), file.stem.removeprefix("test_")
+        names = {module.stem for module in room.glob("*.py")} | {room.name, "arrows"}
+        if not any(subject == name or subject.startswith(f"{name}_") for name in names):
+            strays.append(file.relative_to(unit).as_posix())
+    assert not strays

@@ -40,7 +40,7 @@ from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "megatron-core-0.15.3-zarr"
+GOLDEN = Path(__file__).parents[3] / "golden" / "megatron-core-0.15.3-zarr"
 
 
 def meta_of(key: str, shape: tuple[int, ...], dtype: str = "float32", **more: Any) -> ArrayMeta:
