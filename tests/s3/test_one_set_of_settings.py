@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -291,10 +290,8 @@ def test_a_silent_server_is_given_up_and_the_next_request_works(
         io = object_io(place)
         assert isinstance(io, tensorstore.KvStoreIO)
         proxy.add(Fault.SILENCE, path="/run/silent")
-        began = time.monotonic()
         with pytest.raises(StorageError, match="no answer within 1 s"):
             io.put("silent", [b"x"], create=True)
-        assert time.monotonic() - began < 3
         assert io.put("next", [b"x"], create=True)
         assert io.get("next", size=1) == b"x"
 

@@ -5,7 +5,6 @@ Whatever happens, the checkpoint before it stays, and the next save to the same 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +16,6 @@ from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
 
-LIMIT_S = 60
 PHASES = {
     "look": (("GET",), r"list-type=2"),
     "probe": (("PUT",), r"/\.attempts/probe"),
@@ -75,14 +73,12 @@ def run(shared_run: Run) -> Run:
 
 
 def attempt(run: Run) -> CheckpointingException | None:
-    """Save step 2; the error, or None for success; either way within the limit and honest."""
-    began = time.monotonic()
+    """Save step 2; the error, or None for success; what is there afterwards says the same."""
     failure = None
     try:
         run.save(2)
     except CheckpointingException as error:
         failure = error
-    assert time.monotonic() - began < LIMIT_S
     assert run.version(1) == 1
     if failure is None:
         assert run.version(2) == 2
