@@ -21,7 +21,7 @@ from arguments import (
     writable_folder,
 )
 
-from bench import page, pictures
+from bench import page
 from bench.background import ASYNC, GPU
 from bench.bucket import Bucket
 from bench.cases import DISK, S3
@@ -68,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add(commands, "cli", "the command line's start, and verification", CLI)
     page.add_parser(commands)
-    pictures.add_parser(commands)
     return parser
 
 

@@ -119,14 +119,17 @@ def texts(picture: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_pictures_show_the_figures_of_their_page(tmp_path: Path) -> None:
-    """Those of the repository are what its page says."""
+def test_the_page_of_the_repository_is_what_its_json_says(tmp_path: Path) -> None:
     docs = SCRIPTS.parent / "docs"
     page = Path(shutil.copy(docs / "benchmarks.md", tmp_path))
-    ended = bench("pictures", page)
+    shutil.copytree(docs / "benchmarks", tmp_path / "benchmarks")
+    for picture in (tmp_path / "benchmarks").glob("*.svg"):
+        picture.unlink()
+    ended = bench("page", "--markdown", page)
     assert ended.returncode == 0, ended.stderr
-    drawn = sorted(picture.name for picture in (tmp_path / "benchmarks").iterdir())
-    assert drawn == sorted(picture.name for picture in (docs / "benchmarks").iterdir())
+    assert page.read_text() == (docs / "benchmarks.md").read_text()
+    drawn = sorted(file.name for file in (tmp_path / "benchmarks").iterdir())
+    assert drawn == sorted(file.name for file in (docs / "benchmarks").iterdir())
     for name in drawn:
         assert texts(tmp_path / "benchmarks" / name) == texts(docs / "benchmarks" / name), name
     assert "0.71 s" in texts(docs / "benchmarks" / "overview.svg")
