@@ -202,7 +202,7 @@ class Point(collections.namedtuple("Point", "x y")):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "class": (Opaque(), "test_plain_values.Opaque"),
+    "class": (Opaque(), "test_plain.Opaque"),
     "enum": (Flavor.SOUR, "Flavor"),
     "named tuple": (Point(1, 2), "Point"),
     "function": (print, "builtin_function_or_method"),

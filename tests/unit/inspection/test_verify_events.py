@@ -16,7 +16,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import flip, values
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOLD = re.compile(r'(?:log_event\(\s*\w+,|(?:steps|self)\.log\()\s*"(\w+)"')
 
 
