@@ -34,6 +34,7 @@ from shardstore.errors import CheckpointingException, DamagedCheckpointError, Un
 from shardstore.storage.stores.location import Location
 from shardstore.values.torch_dump import dump_bytes
 from shardstore.values.torch_values import load_bytes
+from tests.helpers.processes import run_to_end
 
 LIMIT_BYTES = 256 << 20
 
@@ -143,13 +144,8 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 def limited(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Run a program that fails if it takes more memory than it may."""
     program = "import resource, sys, torch\n" + textwrap.dedent(code)
-    return subprocess.run(
-        [sys.executable, "-c", program, *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    return run_to_end(
+        [sys.executable, "-c", program, *args], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
 
 

@@ -18,6 +18,7 @@ import shardstore
 from shardstore import mapping
 from testing.ranks import run_ranks
 from tests.golden import states
+from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
@@ -61,12 +62,8 @@ def run_megatron(python: Path, layout: str, *actions: str, newest: bool = False)
         where = python.parents[1]
         assert (where / "0.19.2").is_dir(), "scripts/megatron_env unpacks it"
         environment["PYTHONPATH"] = f"{where / '0.19.2'}:{where / 'triton'}"
-    done = subprocess.run(
+    done = run_to_end(
         [python, "-W", "ignore", ROOT / "tests/golden/megatron_ranks.py", layout, *actions],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-6000:]

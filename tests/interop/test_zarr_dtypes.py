@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -27,6 +26,7 @@ from zarr.buffer.cpu import NDBuffer
 from zarr.dtype import data_type_registry
 
 import shardstore.zarr_dtypes as zd
+from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).parents[2]
 NAMES = [data_type._zarr_v3_name for data_type in zd.DATA_TYPES]
@@ -370,12 +370,7 @@ def run_alone(which: str, script: str, *args: Path) -> str:
         "\nprint('finished')\n"
     )
     script = start + textwrap.dedent(script) + end
-    done = subprocess.run(
-        [interpreter(which), "-I", "-W", "error::UserWarning", "-c", script, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_to_end([interpreter(which), "-I", "-W", "error::UserWarning", "-c", script, *args])
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("finished\n")
     return done.stdout

@@ -14,18 +14,17 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.processes import run_to_end
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *map(str, arguments)],
+    return run_to_end(
+        [sys.executable, "-m", "bench", *arguments],
         env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
         timeout=250,
-        check=False,
     )
 
 

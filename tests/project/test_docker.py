@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from testing.s3_servers import S3Server
+from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -152,12 +153,7 @@ def test_an_engine_agrees(tmp_path: Path) -> None:
     if found is None:
         pytest.skip("neither docker compose nor docker-compose is installed")
     command, file = found
-    done = subprocess.run(
-        [*command, "-f", str(file), "--profile", "gpu", "config"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_to_end([*command, "-f", file, "--profile", "gpu", "config"])
     assert done.returncode == 0, done.stderr
     assert "warn" not in done.stderr.lower(), done.stderr
     resolved = yaml.safe_load(done.stdout)["services"]
@@ -236,13 +232,7 @@ def test_the_bucket_is_created_once_and_stays(s3_server: S3Server) -> None:
     environment |= s3_server.environment | {"AWS_DEFAULT_REGION": s3_server.region}
     bucket = s3_server.new_bucket() + "-2"
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, DOCKER / "create_bucket.py", bucket],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = run_to_end([sys.executable, DOCKER / "create_bucket.py", bucket], env=environment)
         assert done.returncode == 0, done.stderr
         assert bucket in done.stdout
     assert s3_server.keys(bucket) == []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
 import sys
 
 import pytest
+
+from tests.helpers.processes import run_to_end
 
 # module -> name -> parameters ("name" or "name=default"), None for data and classes without their
 # own.
@@ -191,7 +192,7 @@ def test_importing_the_package_imports_neither_torch_nor_tensorstore() -> None:
         "assert not {'torch', 'tensorstore', 'zarr', 'numpy'} & set(sys.modules), "
         "sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_to_end([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
 
 

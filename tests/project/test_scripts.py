@@ -11,18 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import run_to_end
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def refused(script: str, *arguments: object, **environment: str) -> str:
     """The one line that a wrong command line gets."""
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / script), *map(str, arguments)],
+    done = run_to_end(
+        ["bash", str(ROOT / "scripts" / script), *arguments],
         env={**os.environ, "PYTHON": sys.executable, "BENCH_PYTHON": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stdout == ""
@@ -98,9 +96,7 @@ def test_benchmark(arguments: list[object], said: str) -> None:
 def test_test_knows_its_help_before_it_installs() -> None:
     run = ["bash", str(ROOT / "scripts" / "test"), "--help"]
     environment = {**os.environ, **NOWHERE}
-    done = subprocess.run(
-        run, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_to_end(run, env=environment)
     assert done.returncode == 0
     assert "Arguments go to pytest" in done.stdout
     assert "/proc/no/venv cannot be made" in refused("test", **NOWHERE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -19,6 +18,7 @@ from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
 from testing.s3_servers import ROOT, S3Server
+from tests.helpers.processes import run_to_end
 from tests.helpers.s3_checkpoints import state
 
 
@@ -44,9 +44,7 @@ class Keys:
     def _admin(self, *arguments: str) -> str:
         folder = Path(os.environ.get("SHARDSTORE_S3_SERVER_DIR", ROOT / ".s3-server"))
         command = ["radosgw-admin", "-c", str(folder / "ceph.conf"), "-n", "client.rgw"]
-        return subprocess.run(
-            [*command, *arguments], check=True, capture_output=True, text=True, timeout=60
-        ).stdout
+        return run_to_end([*command, *arguments], check=True).stdout
 
 
 @pytest.fixture(params=["file", "program", "variables"])

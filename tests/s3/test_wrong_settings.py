@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from shardstore.storage.stores.objects import object_io
 from shardstore.strategies import zarr as zarr_strategy
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server, free_port
+from tests.helpers.processes import run_to_end
 from tests.helpers.s3_checkpoints import Run, state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -351,14 +351,11 @@ def test_credentials_are_in_nothing_written_printed_or_logged(
     environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     if how == "environment":
         environment |= server.environment
-    ran = subprocess.run(
+    ran = run_to_end(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(about) + "\n",
         env=environment,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
     )
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said

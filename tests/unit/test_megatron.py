@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from shardstore.validation import (
     verify_checkpoint,
     verify_integrity_manifest,
 )
+from tests.helpers.processes import run_to_end
 
 BACKENDS = ("zarr", "torch_dist")
 
@@ -194,8 +194,6 @@ def test_install_refuses_another_format() -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["missing.py"], ["--format", "zarr"]])
 def test_a_program_that_is_not_there(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "shardstore.megatron", *arguments], capture_output=True, text=True
-    )
+    done = run_to_end([sys.executable, "-m", "shardstore.megatron", *arguments])
     assert done.returncode == 1
     assert re.fullmatch(r"usage: .*\n|missing.py is not a file: .*\n", done.stderr)

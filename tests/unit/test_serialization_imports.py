@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.helpers.processes import run_to_end
 
 PROGRAM = """
 import json, sys
@@ -28,12 +29,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules.keys() -
 
 
 def test_local_saves_and_loads_import_no_store(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "c")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ran = run_to_end([sys.executable, "-c", PROGRAM, tmp_path / "c"], check=True)
     imported = set(json.loads(ran.stdout))
     assert "shardstore" in imported
     # torch itself imports asyncio.

@@ -6,7 +6,6 @@ Nothing here is timed: ``scripts/benchmark cli`` does that.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from shardstore.mapping import ShardedTensor
 from testing.s3_proxy import FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.cli_checkpoints import Cli
+from tests.helpers.processes import run_to_end
 
 HEAVY = {"torch", "tensorstore", "zarr", "xarray", "matplotlib", "pandas"}
 SMALL_ARRAYS = 60
@@ -34,13 +34,7 @@ def modules_after(program: str, *arguments: str) -> set[str]:
         "names = sorted({name.partition('.')[0] for name in sys.modules})\n"
         "print(json.dumps(names), file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program + ending, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_to_end([sys.executable, "-c", program + ending, *arguments])
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stderr.splitlines()[-1]))
 
@@ -132,13 +126,7 @@ print(code, files, lists, opened["open", False])
 
 
 def counted(*arguments: object) -> list[int]:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTING, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_to_end([sys.executable, "-c", COUNTING, *arguments], check=True)
     return [int(word) for word in done.stdout.splitlines()[-1].split()]
 
 
@@ -179,11 +167,5 @@ def test_requests_to_an_object_store(
 def test_a_reader_that_has_seen_enough_is_no_failure(many: Path) -> None:
     """`shardstore ls CKPT | head -1`, in a shell that minds how each command ends."""
     loop = f"for i in 1 2 3 4; do {sys.executable} -m shardstore ls {many} --json | head -1; done"
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", loop],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_to_end(["bash", "-e", "-o", "pipefail", "-c", loop])
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n" * 4, "")

@@ -19,6 +19,7 @@ from shardstore.cli.options import parse_options, parse_size
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
 from tests.helpers.cli_checkpoints import Cli, as_float64, flip, save, values
+from tests.helpers.processes import run_to_end
 
 
 def test_ls_and_info(pristine: Path, cli: Cli) -> None:
@@ -417,7 +418,7 @@ def test_the_real_command(place: Path) -> None:
 
     def start(*arguments: object, **more: object) -> subprocess.CompletedProcess[str]:
         words = [*command, *map(str, arguments)]
-        return subprocess.run(words, capture_output=True, text=True, timeout=120)
+        return run_to_end(words)
 
     done = start("ls", place)
     assert (done.returncode, done.stderr) == (0, "")
@@ -438,5 +439,5 @@ def test_the_real_command(place: Path) -> None:
         "heavy = {'torch', 'zarr', 'tensorstore', 'matplotlib', 's3fs'} & set(sys.modules)\n"
         "sys.exit(f'{codes} {heavy}' if codes != [0, 0, 1, 1] or heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_to_end([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr

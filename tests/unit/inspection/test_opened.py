@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.format import documents
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.cli_checkpoints import flip
+from tests.helpers.processes import run_to_end
 
 
 def values() -> dict[str, torch.Tensor]:
@@ -272,7 +272,7 @@ def test_looking_imports_no_torch(place: Path, tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     words = [sys.executable, "-c", program, str(place), str(tmp_path / "x")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = run_to_end(words)
     assert done.returncode == 0, done.stderr
 
 

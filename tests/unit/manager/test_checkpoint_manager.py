@@ -26,6 +26,7 @@ from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.managed import SIZE, damage, managed, state_of, wanted, warnings_of
+from tests.helpers.processes import run_to_end
 
 
 def test_saved_steps_are_restored(place: tuple[str, dict[str, Any]]) -> None:
@@ -358,7 +359,7 @@ def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path, last: str) ->
     when = "at exit" if last == "step-3" else "before"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", ENDS, str(tmp_path), when]
-    ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    ended = run_to_end(command, env=environment, check=True)
     assert os.listdir(tmp_path) == [last]
     assert ended.stdout.count("phase='done'") == int(last[-1])
     assert ended.stderr == ""

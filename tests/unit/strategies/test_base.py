@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from shardstore.errors import CheckpointingException
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.base import StrategyAction
+from tests.helpers.processes import run_to_end
 
 
 class _LoadCommon(base.LoadCommonStrategy):
@@ -138,7 +138,7 @@ for action, backend, version in (
     base.get_default_strategy(action, backend, version)
 assert base.get_default_strategy(A.SAVE_SHARDED, "zarr", 2) is mine
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_to_end([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from shardstore.strategies.zarr import (
     postprocess_numpy_array,
 )
 from testing.ranks import run_ranks
+from tests.helpers.processes import run_to_end
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
 
@@ -159,9 +159,7 @@ def test_a_process_that_opens_alone_knows_bfloat16(tmp_path: Path) -> None:
         "import sys; from shardstore.strategies.zarr import _open_zarr_array_verbose as opened; "
         "print(opened(sys.argv[1], 'r+').dtype)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "w")], capture_output=True, text=True
-    )
+    done = run_to_end([sys.executable, "-c", script, tmp_path / "w"])
     assert done.stdout.strip() == "bfloat16", done.stderr
 
 

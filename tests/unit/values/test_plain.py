@@ -14,7 +14,6 @@ import json
 import math
 import pathlib
 import random
-import subprocess
 import sys
 import types
 import uuid
@@ -30,6 +29,7 @@ from hypothesis.extra import numpy as hnp
 
 from shardstore.values.plain import NotPlainError, decode, encode
 from tests.helpers.nested import exactly_same
+from tests.helpers.processes import run_to_end
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -291,7 +291,5 @@ def test_torch_is_not_imported_unless_it_must() -> None:
         "import sys, numpy as np; from shardstore.values.plain import encode, decode;"
         "decode(encode({'a': np.ones(2), 'b': (1, 2.5, b'x')})); print('torch' in sys.modules)"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    out = run_to_end([sys.executable, "-c", program], check=True)
     assert out.stdout.strip() == "False"

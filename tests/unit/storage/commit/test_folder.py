@@ -28,6 +28,7 @@ from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
+from tests.helpers.processes import run_to_end
 
 
 def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
@@ -419,12 +420,7 @@ def unprivileged(script: str, *args: str) -> str:
         "import os, sys\nimport shardstore.storage.commit.folder, shardstore.storage.movers.files\n"
     )
     prologue += "if os.geteuid() == 0:\n    os.setegid(65534)\n    os.seteuid(65534)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", prologue + textwrap.dedent(script), *args],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_to_end([sys.executable, "-c", prologue + textwrap.dedent(script), *args])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -525,12 +521,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         print(os.listdir(os.path.dirname(sys.argv[1])))
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "ckpt")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_to_end([sys.executable, "-c", script, tmp_path / "ckpt"], check=True)
     assert "for key 'layer/w' failed: File too large" in done.stdout
     assert "raise the limit" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"

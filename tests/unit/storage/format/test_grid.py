@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from itertools import pairwise
 
@@ -24,6 +23,7 @@ from shardstore.storage.format.grid import (
     plan_grid,
     shard_edges,
 )
+from tests.helpers.processes import run_to_end
 
 MIB = 1024 * 1024
 
@@ -110,12 +110,8 @@ def test_every_process_plans_the_same() -> None:
         ".chunk_shape for n in range(1, 400)])"
     )
     outputs = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={"PYTHONHASHSEED": seed, "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=True,
+        run_to_end(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed, "PATH": ""}, check=True
         ).stdout
         for seed in ("1", "2")
     }
