@@ -95,7 +95,7 @@ def any_budget(rank: int, world: int, root: str) -> None:
         assert all(torch.equal(loaded[f"w{n}"], whole + n) for n in range(20))
 
 
-def test_all_comes_whole_whatever_the_memory(tmp_path: Path) -> None:
+def test_any_staging_budget_saves_every_piece(tmp_path: Path) -> None:
     run_ranks(any_budget, WORLD, str(tmp_path))
 
 

@@ -332,7 +332,7 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
-def test_ranks(held: list[list[str]], scenario: str) -> None:
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)
 
 
@@ -437,7 +437,7 @@ def test_arguments_that_make_no_sense(wrong: dict[str, Any]) -> None:
         TorchDistSaveShardedStrategy("torch_dist", 2)
 
 
-def test_without_a_file_of_their_own_tensors_stay_and_the_warning_says_what_can_be_done(
+def test_removing_tensors_without_their_own_files_warns_with_the_remedy(
     tmp_path: Path,
 ) -> None:
     shardstore.save(sharded(w=torch.ones(3)), tmp_path / "c", FORMAT)

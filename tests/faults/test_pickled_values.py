@@ -304,7 +304,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_that_load(name: str) -> None:
+def test_harmless_values_load(name: str) -> None:
     found = load_bytes(dump_bytes(VALUES[name]), "/place/common.pt")
     assert type(found) is type(VALUES[name])
     assert same(VALUES[name], found)
@@ -327,7 +327,7 @@ def content(tensor: torch.Tensor) -> bytes:
     )
 
 
-def test_tensors_that_load() -> None:
+def test_tensors_of_all_forms_load() -> None:
     marked = torch.ones(2)
     marked.mark = 5  # type: ignore[attr-defined]
     whole = torch.arange(12.0).reshape(3, 4)
@@ -357,7 +357,7 @@ def test_tensors_that_load() -> None:
     assert found["views"][1][0, 1] == 77
 
 
-def test_a_factory_that_is_a_function_of_ours() -> None:
+def test_a_factory_that_is_a_function_is_damage() -> None:
     data = archive(b"\x80\x02ccollections\ndefaultdict\nc_codecs\nencode\n\x85R.")
     with pytest.raises(DamagedCheckpointError, match="defaultdict"):
         load_bytes(data, "/place/common.pt")

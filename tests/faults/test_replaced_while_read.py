@@ -104,7 +104,7 @@ def every_opening(place: Path, read: Callable[[], object]) -> Iterator[tuple[int
     yield from ((number, names) for number in range(len(names)))
 
 
-def test_a_load(tmp_path: Path) -> None:
+def test_a_load_gives_the_checkpoint_that_replaced_its_own(tmp_path: Path) -> None:
     """It loads the new one, whichever it began with."""
     place = tmp_path / "c"
     save(place, 1)
@@ -145,7 +145,7 @@ def test_a_load_of_what_is_replaced_again_and_again(
     assert next(versions) == 4
 
 
-def test_a_verification(tmp_path: Path) -> None:
+def test_a_verification_of_a_replaced_checkpoint_finds_no_damage(tmp_path: Path) -> None:
     place = tmp_path / "c"
     save(place, 1)
     findings: list[Finding] = []
@@ -160,7 +160,7 @@ def test_a_verification(tmp_path: Path) -> None:
     assert findings == []
 
 
-def test_an_open_checkpoint(tmp_path: Path) -> None:
+def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None:
     place = tmp_path / "c"
     save(place, 1)
     opened = shardstore.open(place)

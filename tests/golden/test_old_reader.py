@@ -74,7 +74,7 @@ def answers(package: Path, places: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_it_reads_what_is_written_now(old: Path, tmp_path: Path) -> None:
+def test_the_old_version_reads_what_is_written_now(old: Path, tmp_path: Path) -> None:
     write_all(NAMES, tmp_path)
     places = [str(tmp_path / name) for name in NAMES]
     before, now = answers(old, places), answers(ROOT, places)

@@ -112,7 +112,9 @@ def test_what_is_written_wrong_beside_the_arrays_is_found(
     convert(source, tmp_path / "unverified", target_format=target_format, verify=False)
 
 
-def test_in_an_object_store_too(source: Path, tmp_path: Path, s3_server: S3Server) -> None:
+def test_values_in_an_object_store_are_converted(
+    source: Path, tmp_path: Path, s3_server: S3Server
+) -> None:
     url, options = f"s3://{s3_server.new_bucket()}/target", s3_server.storage_options
     name, data = object_document(ShardedObject("o", {"rank": 1, "x": None}, (2,), (1,)))
 

@@ -84,7 +84,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp1dp2", "tp2dp1"])
-def test_both_read_what_the_other_wrote(
+def test_megatron_and_we_read_each_others_checkpoints(
     tmp_path: Path, ours: Path, python: Path, layout: str
 ) -> None:
     read = [f"load={place}" for place in ours.iterdir() if place.name != "whole"]

@@ -116,7 +116,9 @@ def test_a_file_is_put_under_its_very_name(bucket: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zarr/tp2dp2", "torch_dist/tp2dp1"])
-def test_what_megatron_wrote(name: str, bucket: str, tmp_path: Path) -> None:
+def test_checkpoints_of_megatron_are_converted_on_s3(
+    name: str, bucket: str, tmp_path: Path
+) -> None:
     source = GOLDEN / f"megatron-core-0.15.3-{name}"
     start = upload(source, f"{bucket}/m")
     with torch.serialization.safe_globals([io.BytesIO]):

@@ -157,7 +157,7 @@ def test_each_ranks_part_is_in_the_commit(saved: str, s3_server: S3Server) -> No
     assert all(seconds > 0 for seconds in commit["ranks"]["write_s"])
 
 
-def test_nothing_there(s3_server: S3Server) -> None:
+def test_an_absent_place_is_an_error_of_dcp(s3_server: S3Server) -> None:
     place = f"s3://{s3_server.new_bucket()}/none"
     reader = StorageReader(place, storage_options=s3_server.storage_options)
     with pytest.raises(CheckpointException) as caught:

@@ -88,7 +88,7 @@ def exchange(
     return work
 
 
-def test_they_reach_both_clients(
+def test_exchanged_credentials_reach_both_clients(
     exchange: Callable[[], None], radosgw_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two saves, and between two requests of one, once credentials are asked for."""

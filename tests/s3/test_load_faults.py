@@ -121,7 +121,7 @@ def test_a_spoiled_document_is_an_error_or_makes_no_difference(
 
 
 @pytest.mark.parametrize("path", [DOCUMENTS[0], CHUNK], ids=["document", "chunk"])
-def test_what_never_ends_is_an_error(run: Run, proxy: FaultProxy, path: str) -> None:
+def test_a_load_that_is_always_refused_is_an_error(run: Run, proxy: FaultProxy, path: str) -> None:
     if run.direct.name == "radosgw":
         pytest.skip("no request reaches a server")
     proxy.add(Fault.SLOW_DOWN, methods=("GET",), path=path, count=None)
@@ -129,7 +129,7 @@ def test_what_never_ends_is_an_error(run: Run, proxy: FaultProxy, path: str) -> 
         load(run)
 
 
-def test_a_large_chunk_may_come_slowly(server: S3Server) -> None:
+def test_a_slow_large_chunk_is_no_error(server: S3Server) -> None:
     """What counts is that bytes come, not that all of them do within the wait for an answer."""
     with FaultProxy(server.endpoint_url) as proxy:
         run = Run.new(server.at(proxy.endpoint_url), server, config_kwargs={"read_timeout": 1})

@@ -252,7 +252,7 @@ def _memory_of_many(rank: int, world_size: int) -> None:
         shardstore.save(state, "memory://bucket/step")
 
 
-def test_ranks_can_not_share_the_memory_of_one() -> None:
+def test_memory_urls_are_refused_on_several_ranks() -> None:
     run_ranks(_memory_of_many, 2)
 
 

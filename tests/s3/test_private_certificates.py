@@ -118,7 +118,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
         ("nothing", "shardstore", ""),
     ],
 )
-def test_who_moves_chunks(
+def test_the_client_that_knows_the_certificate_moves_chunks(
     s3_server: S3Server, authority: Authority, given: str, first: str, by: str
 ) -> None:
     """The variable reaches TensorStore unless the program imported it first; an option never does.

@@ -61,7 +61,7 @@ def test_one_of_racing_saves_wins(any_s3_server: S3Server) -> None:
     assert there == b"%d" % won[0]
 
 
-def test_of_claims_that_all_are_there_the_newest_wins(any_s3_server: S3Server) -> None:
+def test_the_newest_of_several_claims_wins(any_s3_server: S3Server) -> None:
     begun = threading.Barrier(COMMITTERS)
     numbers: dict[int, int] = {}
 

@@ -109,7 +109,7 @@ def test_one_silence_is_got_over(run: Run, proxy: FaultProxy, phase: str) -> Non
 
 
 @pytest.mark.parametrize("phase", ["look", "chunk", "commit"])
-def test_what_never_ends_is_an_error_with_nothing_committed(
+def test_a_save_that_is_always_refused_is_an_error_with_nothing_committed(
     run: Run, proxy: FaultProxy, phase: str
 ) -> None:
     methods, path = PHASES[phase]
@@ -202,7 +202,7 @@ def test_answers_that_a_ceph_gateway_gave_and_nobody_got(radosgw_server: S3Serve
         assert [rule.hits for rule in rules] == [1] * len(phases)
 
 
-def test_slow_is_not_broken(run: Run, proxy: FaultProxy) -> None:
+def test_a_slow_store_is_no_error(run: Run, proxy: FaultProxy) -> None:
     proxy.latency_s, proxy.bytes_per_s = 0.05, 100_000
     assert attempt(run) is None
 

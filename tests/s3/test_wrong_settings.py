@@ -61,11 +61,11 @@ def refused(
         assert server.key not in repr(caught.value)
 
 
-def test_a_bucket_that_is_not_there(any_s3_server: S3Server) -> None:
+def test_an_absent_bucket_is_named(any_s3_server: S3Server) -> None:
     refused(any_s3_server, "s3://shardstore-nowhere-0815/run/x", "bucket")
 
 
-def test_a_wrong_key(any_s3_server: S3Server) -> None:
+def test_an_unknown_key_names_the_credentials(any_s3_server: S3Server) -> None:
     url = f"s3://{any_s3_server.new_bucket()}/run/x"
     stranger = replace(any_s3_server, key="AKSTRANGER0000000000", secret="of-nobody-at-all")
     refused(stranger, url, "credentials")
@@ -148,7 +148,7 @@ def answering(status: int, body: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", REGION_ERRORS)
-def test_a_wrong_region(s3_server: S3Server, kind: str) -> None:
+def test_a_wrong_region_is_named(s3_server: S3Server, kind: str) -> None:
     """As Amazon's servers answer; the two that run here take any region."""
     with answering(*REGION_ERRORS[kind]) as endpoint_url:
         refused(s3_server.at(endpoint_url), "s3://bucket/run/x", "region")

@@ -94,7 +94,7 @@ def test_rooms_import_only_downwards() -> None:
     assert len(upwards) <= UPWARDS, "\n".join(upwards)
 
 
-def test_sizes() -> None:
+def test_folders_and_files_are_few() -> None:
     folders = Counter(file.parent for file in ROOT.rglob("*.py") if file.name != "__init__.py")
     top = folders.pop(ROOT)
     assert top <= TOP_MODULES

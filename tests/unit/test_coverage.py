@@ -67,7 +67,7 @@ def test_lists_that_were_set_by_hand() -> None:
     assert "has 2 main replicas, on ranks [0, 1]" in outcome([main, main])
 
 
-def test_what_comes_back_is_what_was_described() -> None:
+def test_reports_give_back_the_shards() -> None:
     tensor = ShardedTensor.from_rank_offsets_flat(
         "k", torch.ones(3), (2, 4), (0, 1, 2), flattened_range=slice(1, 4), replica_id=(0, 1)
     )

@@ -193,7 +193,7 @@ def test_install_refuses_another_format() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["missing.py"], ["--format", "zarr"]])
-def test_a_program_that_is_not_there(arguments: list[str]) -> None:
+def test_a_missing_program_is_an_error(arguments: list[str]) -> None:
     done = run_to_end([sys.executable, "-m", "shardstore.megatron", *arguments])
     assert done.returncode == 1
     assert re.fullmatch(r"usage: .*\n|missing.py is not a file: .*\n", done.stderr)

@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_rows_beyond_are_read(place: Path) -> None:
+def test_rows_beyond_31_bits_are_read(place: Path) -> None:
     region = (slice(2**16 - 1, ROWS), slice(5, COLUMNS - 5))
     loaded = shardstore.load_plain_tensors(place, keys=["w"], region=region)
     wanted = at(EDGE - COLUMNS, ROWS * COLUMNS).view(-1, COLUMNS)[:, 5:-5]
@@ -44,7 +44,7 @@ def test_rows_beyond_are_read(place: Path) -> None:
     assert wanted.any(dim=1)[:3].all()
 
 
-def test_a_range_across_is_read(place: Path) -> None:
+def test_a_range_across_31_bits_is_read(place: Path) -> None:
     bounds = slice(EDGE - 100_000, EDGE + 70_001)
     part = ShardedTensor.from_rank_offsets_flat(
         "w",

@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_keys_alone(place: Path) -> None:
+def test_only_the_given_keys_are_loaded(place: Path) -> None:
     counters.clear()
     loaded = shardstore.load_plain_tensors(place, keys=["v"])
     assert list(loaded) == ["v"]
@@ -68,7 +68,7 @@ def test_a_region_of_a_tensor_without_elements_has_its_shape(
     assert loaded["e"].shape == E[rows, columns].shape
 
 
-def test_wrong_parts(place: Path) -> None:
+def test_wrong_keys_and_regions_are_errors(place: Path) -> None:
     with pytest.raises(MissingKeyError, match="did you mean 'w'"):
         shardstore.load_plain_tensors(place, keys=["ww"])
     with pytest.raises(ValueError, match="without steps"):

@@ -397,7 +397,7 @@ def test_metadata_that_is_needed_must_be_given() -> None:
         check({}, StrictHandling.ASSUME_OK_UNEXPECTED, True)
 
 
-def test_flags() -> None:
+def test_strict_flags_are_parsed() -> None:
     assert len(StrictHandling) == 8
     for mode in StrictHandling:
         assert validation.parse_strict_flag(mode) is mode

@@ -16,7 +16,7 @@ from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.stores.location import Location
 
 
-def test_it_is_told(
+def test_an_interrupt_is_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:

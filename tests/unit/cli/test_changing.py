@@ -101,7 +101,7 @@ def test_wrong_options(
     assert not (tmp_path / "t").exists()
 
 
-def test_wrong_places(tmp_path: Path, cli: Cli) -> None:
+def test_wrong_places_are_refused(tmp_path: Path, cli: Cli) -> None:
     assert "does not exist" in cli.refused("convert", tmp_path / "none", tmp_path / "t")
     assert "nosuch://" in cli.refused("convert", "nosuch://bucket/none", tmp_path / "t")
     assert "TARGET" in cli.refused("convert", tmp_path)

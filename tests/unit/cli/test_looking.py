@@ -301,7 +301,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "hint"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_wrong_use_is_one_helpful_line(
+def test_wrong_use_gets_one_helpful_line(
     place: Path, cli: Cli, arguments: list[str], hint: str
 ) -> None:
     arguments = [argument.replace("PLACE", str(place)) for argument in arguments]
@@ -313,7 +313,7 @@ def test_wrong_use_is_one_helpful_line(
     assert sorted(place.rglob("*")) == files
 
 
-def test_slips_of_the_finger_show_no_secret(place: Path, cli: Cli) -> None:
+def test_mistyped_options_show_no_secret(place: Path, cli: Cli) -> None:
     for option in ("secret:of-a-trainer", "of-a-trainer", "secret of-a-trainer"):
         said = cli.refused("ls", place, "--storage-option", option)
         assert "NAME=VALUE" in said
@@ -335,7 +335,7 @@ def test_foreign_backends_are_named(tmp_path: Path, cli: Cli) -> None:
     assert "damaged" in cli.refused("ls", tmp_path)
 
 
-def test_options_and_sizes() -> None:
+def test_options_and_sizes_are_parsed() -> None:
     given = [
         "key=123",
         "anon=true",
@@ -412,7 +412,7 @@ def test_gc_takes_dead_attempts_and_nothing_else(pristine: Path, tmp_path: Path,
     assert cli("verify", tmp_path / "step-1").code == 0
 
 
-def test_the_real_command(place: Path) -> None:
+def test_the_command_runs_as_a_process(place: Path) -> None:
     """A process of its own: exit codes, streams, a reader that goes away, and no torch."""
     command = [sys.executable, "-m", "shardstore"]
 

@@ -140,7 +140,9 @@ def test_no_keys_in_common(place: Path, tmp_path: Path, cli: Cli) -> None:
     "command",
     ["ls", "info", "verify", "diff", "stats", "show", "plot", "report", "convert", "gc", "rm"],
 )
-def test_metavars_are_capitals(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholders_of_arguments_are_capitals(
+    cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     usage = re.search(r"Usage: .*", cli(command, "--help").out)
     assert usage is not None

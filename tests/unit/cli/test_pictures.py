@@ -232,7 +232,9 @@ def test_a_long_key_does_not_widen_the_page(tmp_path: Path, cli: Cli) -> None:
     ],
     ids=" ".join,
 )
-def test_plots_are_pictures(pristine: Path, tmp_path: Path, cli: Cli, arguments: list[str]) -> None:
+def test_plots_are_written_as_svg(
+    pristine: Path, tmp_path: Path, cli: Cli, arguments: list[str]
+) -> None:
     kind, *key = arguments
     target = tmp_path / "picture.svg"
     outcome = cli("plot", kind, pristine, *key, "-o", target)

@@ -119,7 +119,7 @@ def test_a_histogram_counts_each_finite_value_once(tmp_path: Path) -> None:
     ("values", "low", "high"),
     [([3.0] * 5, 2.5, 3.5), ([-2.0, -2.0], -2.5, -1.5), ([1e308, -1e308, 0.0], -1e308, 1e308)],
 )
-def test_a_histogram_of_one_value_and_of_the_widest(
+def test_a_histogram_of_extreme_values_counts_all(
     tmp_path: Path, values: list[float], low: float, high: float
 ) -> None:
     counts, edges = binned(torch.tensor(values, dtype=torch.float64), tmp_path / "a", 7)
@@ -128,7 +128,7 @@ def test_a_histogram_of_one_value_and_of_the_widest(
 
 
 @pytest.mark.parametrize("values", [torch.zeros(0), torch.tensor([math.nan, math.inf])])
-def test_a_histogram_of_nothing(tmp_path: Path, values: torch.Tensor) -> None:
+def test_a_histogram_without_finite_values_is_empty(tmp_path: Path, values: torch.Tensor) -> None:
     counts, edges = binned(values, tmp_path / "a", 5)
     assert counts == [0] * 5
     assert (edges[0], edges[-1]) == (0.0, 1.0)

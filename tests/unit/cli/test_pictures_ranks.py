@@ -16,7 +16,7 @@ def record(world: int) -> object:
     return json.loads(json.dumps(rank_record(seconds, sizes, range(1, world + 1))))
 
 
-def test_a_row_a_rank() -> None:
+def test_the_table_has_a_row_for_each_rank() -> None:
     table = rank_table(record(3))
     assert table is not None
     assert table[0] == ["rank", "bytes", "chunks", "plan s", "write s", "total s", "rate"]
@@ -32,7 +32,7 @@ def test_many_ranks_are_summed_up() -> None:
     assert len({len(row) for row in table}) == 1
 
 
-def test_no_time_is_no_rate() -> None:
+def test_a_rank_without_time_has_no_rate() -> None:
     table = rank_table(rank_record({0: {"write": 0.0}}, [5], [1]))
     assert table is not None
     assert table[1][-1] == ""
@@ -51,5 +51,5 @@ def test_no_time_is_no_rate() -> None:
     ],
     ids=repr,
 )
-def test_what_no_save_writes_is_no_table(wrong: object) -> None:
+def test_a_damaged_record_has_no_table(wrong: object) -> None:
     assert rank_table(wrong) is None

@@ -47,7 +47,7 @@ def test_nothing_is_unpickled_before_somebody_looks() -> None:
     assert list(again) == items
 
 
-def test_another_process_reads_them() -> None:
+def test_another_process_reads_the_sent_items() -> None:
     items = sent([("a", 1), ("b", 2)])
     program = (
         "import pickle, sys; got = pickle.load(sys.stdin.buffer); "

@@ -63,7 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_mapping_of_arrays(place: Path) -> None:
+def test_an_opened_checkpoint_is_a_mapping_of_arrays(place: Path) -> None:
     ckpt = shardstore.open(place)
     assert set(ckpt) == set(values())
     assert len(ckpt) == 5
@@ -89,7 +89,7 @@ def test_a_mapping_of_arrays(place: Path) -> None:
         np.array(weight, copy=False)
 
 
-def test_what_is_no_array(place: Path) -> None:
+def test_objects_and_common_values_are_no_arrays(place: Path) -> None:
     ckpt = shardstore.open(place)
     assert ckpt.common["step"] == 7
     assert dict(ckpt.objects) == {"rng/shard_0_1": {"seed": 1}}
@@ -110,7 +110,7 @@ def test_a_wrong_key_names_the_nearest(place: Path) -> None:
     assert str(place) in str(caught.value)
 
 
-def test_the_table(place: Path, tmp_path: Path) -> None:
+def test_repr_is_a_table_of_arrays(place: Path, tmp_path: Path) -> None:
     lines = repr(shardstore.open(place)).splitlines()
     assert lines[0] == f"{place}: 5 arrays, 2.4 KiB"
     assert lines[1].split() == ["key", "shape", "dtype", "bytes"]
@@ -245,7 +245,7 @@ def test_without_documents_of_the_arrays(tmp_path: Path) -> None:
     assert array.zarr[29, 19] == array.tensorstore[29, 19].read().result() == array[-1, -1] == 599
 
 
-def test_what_is_none_is_said(place: Path, tmp_path: Path) -> None:
+def test_an_absent_place_or_key_is_an_error(place: Path, tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match="does not exist"):
         shardstore.open(tmp_path / "nothing")
     with pytest.raises(NotACheckpointError, match="its key, scalar"):
@@ -254,13 +254,13 @@ def test_what_is_none_is_said(place: Path, tmp_path: Path) -> None:
         shardstore.open(place, "x")  # type: ignore[arg-type]
 
 
-def test_in_memory() -> None:
+def test_a_checkpoint_in_memory_is_opened() -> None:
     ckpt = shardstore.open(saved(memory_url()))
     assert ckpt["decoder.fc1.weight"][29, ::10].tolist() == [580, 590]
     assert dict(ckpt.objects) == {"rng/shard_0_1": {"seed": 1}}
 
 
-def test_looking_imports_no_torch(place: Path, tmp_path: Path) -> None:
+def test_opening_imports_no_torch(place: Path, tmp_path: Path) -> None:
     zarr.create_array(tmp_path / "x", data=np.arange(4))
     program = (
         "import sys, shardstore\n"

@@ -54,7 +54,7 @@ def test_files_for_other_programs_belong_to_a_checkpoint(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("hashes", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_whole_checkpoint_is_whole(pristine: Path, hashes: bool, threads: int) -> None:
+def test_an_intact_checkpoint_has_no_findings(pristine: Path, hashes: bool, threads: int) -> None:
     seen: list[Progress] = []
     result, found = check(pristine, hashes=hashes, threads=threads, progress=seen.append)
     assert found == []
@@ -134,7 +134,7 @@ def test_hashes_are_compared_only_when_asked(place: Path) -> None:
     assert [f.kind for f in check(place, hashes=True)[1]] == ["manifest-damaged", "chunk-manifest"]
 
 
-def test_documents(place: Path) -> None:
+def test_missing_and_damaged_documents_are_found(place: Path) -> None:
     path = place / "counts" / "zarr.json"
     text = path.read_text()
     path.unlink()
@@ -214,7 +214,7 @@ def test_one_damaged_array_among_small_ones(
         assert {(finding.kind, finding.key) for finding in found} == {(k, key) for k in kinds}
 
 
-def test_a_document_too_many(small: Path, tmp_path: Path) -> None:
+def test_an_unexpected_document_is_found(small: Path, tmp_path: Path) -> None:
     place = Path(shutil.copytree(small, tmp_path / "copy"))
     root = StoredCheckpoint(Location.of(place)).root
     assert root is not None
@@ -355,7 +355,7 @@ def test_the_old_layout_as_far_as_it_goes(tmp_path: Path, cli: Cli) -> None:
     one(place, "chunk-missing")
 
 
-def test_the_command(place: Path, cli: Cli) -> None:
+def test_the_command_prints_findings_and_sets_the_exit_code(place: Path, cli: Cli) -> None:
     outcome = cli("verify", place)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("OK: 7 arrays")

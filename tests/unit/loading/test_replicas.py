@@ -42,7 +42,7 @@ def test_a_group_that_is_not_given_by_all_is_named() -> None:
     )
 
 
-def test_other_choices_are_named() -> None:
+def test_ranks_with_other_choices_are_named() -> None:
     for share in ("never", "auto"):
         with pytest.raises(ArgumentError, match=rf"\[1\] gave .* with share_replicas='{share}'"):
             agreed([told((0, 1)), told((0, 1), share, False)])

@@ -71,7 +71,9 @@ def test_memory_is_reused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     budget=st.integers(64, 8000),
     overlap=st.booleans(),
 )
-def test_any_budget(sizes: list[int], budget: int, overlap: bool) -> None:
+def test_any_staging_budget_copies_every_chunk(
+    sizes: list[int], budget: int, overlap: bool
+) -> None:
     """Each chunk arrives whole, though its memory is used again as soon as it is written."""
     state = [np.random.default_rng(i).integers(0, 256, n, np.uint8) for i, n in enumerate(sizes)]
     metas = [ArrayMeta(f"w{i}", f"w{i}", Grid((n,), (n,)), "uint8") for i, n in enumerate(sizes)]

@@ -94,7 +94,7 @@ STATES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("how", STATES)
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_they_are_refused_by_key(tmp_path: Path, name: str, how: str) -> None:
+def test_unusual_tensors_are_refused_by_key(tmp_path: Path, name: str, how: str) -> None:
     for number, backend in enumerate([("zarr", 2), ("zarr", 1), ("torch_dist", 1)]):
         if (how, backend[0]) == ("in an object", "torch_dist"):
             continue  # DCP pickles objects
@@ -108,7 +108,7 @@ def test_they_are_refused_by_key(tmp_path: Path, name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in UNUSUAL if n not in ("nested", "jagged", "uint4")])
-def test_dcp_is_told_too(tmp_path: Path, name: str) -> None:
+def test_unusual_tensors_are_refused_by_key_through_dcp(tmp_path: Path, name: str) -> None:
     """DCP itself fails for nested tensors and for fewer than 8 bits."""
     with pytest.raises(CheckpointException) as caught:
         dcp.save(

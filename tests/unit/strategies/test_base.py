@@ -72,7 +72,7 @@ def _registry_restored() -> Iterator[None]:
     base.default_strategies.update(before)
 
 
-def test_actions_have_their_known_values() -> None:
+def test_actions_have_the_values_of_megatron() -> None:
     assert {action.name: action.value for action in StrategyAction} == {
         "LOAD_COMMON": "load_common",
         "LOAD_SHARDED": "load_sharded",

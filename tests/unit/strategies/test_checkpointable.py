@@ -67,7 +67,7 @@ def test_flattened_range_is_refused_with_the_key() -> None:
     assert caught.value.key == "flat.key"
 
 
-def test_operations_are_refused() -> None:
+def test_operations_on_wrappers_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="CheckpointableShardedTensor"):
         _wrapped(0) + 1
     with pytest.raises(NotImplementedError, match="LocalShardsContainer"):
@@ -86,7 +86,7 @@ def test_container_finds_shards_whatever_the_hint() -> None:
     assert [item.index.index for item in items] == [0, 1]  # type: ignore[attr-defined]
 
 
-def test_container_misses() -> None:
+def test_a_shard_that_the_container_lacks_is_an_error() -> None:
     container = LocalShardsContainer([_wrapped(3)])
     with pytest.raises(ValueError, match=r"\(0, 4\).*\(0, 9\)"):
         container.__get_tensor_shard__(MetadataIndex("k", torch.Size([0, 4])))

@@ -75,7 +75,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_any_nesting(value: Any) -> None:
+def test_any_nesting_comes_back(value: Any) -> None:
     assert exactly_same(through_json(value), value)
 
 
@@ -109,7 +109,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])
-def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     count = math.prod(shape) * dtype.itemsize
     tensor = torch.tensor([(7 * i) % 2 for i in range(count)], dtype=torch.uint8)
     tensor = tensor.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
@@ -119,7 +119,7 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert not found.requires_grad
 
 
-def test_tensors_of_other_forms() -> None:
+def test_tensors_with_strides_come_back() -> None:
     rows = torch.arange(12.0).reshape(3, 4)
     assert torch.equal(through_json(rows.t()), rows.t())
     assert torch.equal(through_json(rows[:, 1::2]), rows[:, 1::2])
@@ -167,7 +167,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_exactly(kind: str) -> None:
+def test_values_come_back_exactly(kind: str) -> None:
     for value in EXACT[kind]:
         found = through_json(value)
         assert exactly_same(found, value), found
@@ -232,13 +232,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_without_a_form(what: str) -> None:
+def test_values_without_a_json_form_are_refused(what: str) -> None:
     value, named = REFUSED[what]
     with pytest.raises(NotPlainError, match=named):
         encode(value)
 
 
-def test_in_itself() -> None:
+def test_a_value_inside_itself_is_refused() -> None:
     ring: list[Any] = []
     ring.append(ring)
     with pytest.raises(NotPlainError, match="nested deeper"):
@@ -280,7 +280,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("document", MALFORMED, ids=str)
-def test_malformed(document: Any) -> None:
+def test_malformed_documents_are_refused(document: Any) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         decode(copy.deepcopy(document))
     assert isinstance(caught.value, ValueError)

@@ -87,7 +87,7 @@ def test_attributes_of_a_tensor_are_written_alone_too() -> None:
     assert (found.tolist(), found.note.tolist()) == ([2, 3], [7, 8])
 
 
-def test_inside_of_other_values() -> None:
+def test_views_inside_other_values_are_written_alone() -> None:
     base = torch.arange(float(BIG))
     indices = torch.zeros(1, BIG, dtype=torch.int64)[:, :1]
     sparse = torch.sparse_coo_tensor(indices, base[5:6], (3,), check_invariants=True)

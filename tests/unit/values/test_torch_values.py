@@ -35,7 +35,7 @@ def test_deques_and_defaultdicts() -> None:
         assert (found, found.default_factory) == (filled, factory)
 
 
-def test_wherever_they_are() -> None:
+def test_deques_and_defaultdicts_load_at_any_depth() -> None:
     losses = collections.deque([torch.ones(2), 1.5], maxlen=3)
     state = {
         "first": losses,
@@ -57,7 +57,7 @@ def test_wherever_they_are() -> None:
     assert found["plain"] == state["plain"]
 
 
-def test_through_a_checkpoint(tmp_path: Path) -> None:
+def test_deques_and_defaultdicts_load_from_a_checkpoint(tmp_path: Path) -> None:
     state = {
         "w": ShardedTensor.from_rank_offsets("w", torch.ones(2)),
         "last": collections.deque([1.5, 2.5], maxlen=2),

@@ -108,7 +108,7 @@ def test_any_of_a_chain_may_be_deleted(tmp_path: Path) -> None:
     shape=st.tuples(st.integers(1, 40), st.integers(1, 300)),
     changes=st.lists(st.integers(0, 2**31), max_size=4),
 )
-def test_any_shape_any_change(
+def test_only_changed_chunks_of_any_shape_are_written(
     tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, int], changes: list[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("base")
@@ -266,7 +266,7 @@ def test_a_whole_base_is_read_once_and_taken_over(tmp_path: Path) -> None:
         save(tensors, tmp_path / "c", base=tmp_path / "a", verify_base="yes")
 
 
-def test_a_base_that_is_none(tmp_path: Path) -> None:
+def test_a_base_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(4, 4)}
     with pytest.raises(NotACheckpointError, match="is not a committed checkpoint"):
         save(tensors, tmp_path / "b", base=tmp_path / "a")
@@ -296,7 +296,7 @@ def test_a_base_on_another_file_system_is_sent(
 
 
 @pytest.mark.parametrize("save_in_background", [False, True])
-def test_compressed_chunks(tmp_path: Path, save_in_background: bool) -> None:
+def test_compressed_chunks_are_taken_from_a_base(tmp_path: Path, save_in_background: bool) -> None:
     tensors = {
         "w": torch.zeros(4, CHUNK // 4),
         "v": torch.randn(3, 1000).bfloat16().float(),
@@ -323,7 +323,7 @@ def test_compressed_chunks(tmp_path: Path, save_in_background: bool) -> None:
     check(tensors, tmp_path / "b")
 
 
-def test_compression_that_is_none(tmp_path: Path) -> None:
+def test_an_unknown_compression_is_refused(tmp_path: Path) -> None:
     tensors = {"w": torch.zeros(4)}
     with pytest.raises(ValueError, match="compression='lz4' must be"):
         save(tensors, tmp_path / "a", compression="lz4")

@@ -65,7 +65,7 @@ def findings_of(place: Location) -> list[str]:
 
 
 @pytest.mark.parametrize("array_documents", [True, False])
-def test_they_stay(place: Place, array_documents: bool) -> None:
+def test_foreign_arrays_stay(place: Place, array_documents: bool) -> None:
     url, options = place[0], place[1] or None
     more: dict[str, Any] = {"storage_options": options, "array_documents": array_documents}
     put_others(place)
@@ -83,7 +83,7 @@ def test_they_stay(place: Place, array_documents: bool) -> None:
     assert sorted(left.listing()) == ["logs", "old.zarr", "train.zarr", "val"]
 
 
-def test_they_stay_where_a_save_fails(place: Place) -> None:
+def test_foreign_arrays_stay_where_a_save_fails(place: Place) -> None:
     url, options = place[0], place[1] or None
     put_others(place)
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, 0, 2))}

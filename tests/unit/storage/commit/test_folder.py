@@ -237,7 +237,7 @@ def test_deleting_a_symlinked_checkpoint_removes_the_link_alone(tmp_path: Path) 
     assert content(target) == checkpoint("kept")
 
 
-def test_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="is a file"):
         begin(Location.of(tmp_path / "file"), SaveOptions(overwrite=True))
@@ -252,7 +252,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     assert (tmp_path / "late").read_text() == "mine"
 
 
-def test_a_name_too_long(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="shorten"):
         begin(Location.of(tmp_path / ("x" * 250)), SaveOptions())
 
@@ -309,7 +309,7 @@ def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(tmp_path:
 
 
 @pytest.mark.parametrize("field", ["machine", "pid", "started"])
-def test_whose_an_attempt_is(tmp_path: Path, field: str) -> None:
+def test_an_attempt_of_another_host_is_dead_after_a_day(tmp_path: Path, field: str) -> None:
     """Of a process of another host, boot or pid namespace nobody here knows whether it lives: that
     counts as dead once nothing was written for a day."""
     target = tmp_path / "ckpt"
@@ -389,7 +389,9 @@ def test_two_savers_leave_each_other_alone(tmp_path: Path, order: str) -> None:
     assert os.listdir(tmp_path) == ["ckpt"]
 
 
-def test_a_last_sync_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_sync_that_fails_says_that_the_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rename is done by then: the error says that the checkpoint is there."""
 
     sync = commit.fsync

@@ -212,7 +212,7 @@ def test_a_group_without_consolidated_metadata_is_listed(tmp_path: Path) -> None
     assert list(StoredCheckpoint(Location.of(tmp_path)).arrays) == ["x"]
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_absent_checkpoint_has_no_arrays(tmp_path: Path) -> None:
     stored = StoredCheckpoint(Location.of(tmp_path / "nothing"))
     assert stored.arrays == {}
     with pytest.raises(NotACheckpointError, match="not a distributed checkpoint"):

@@ -70,7 +70,7 @@ def test_parameters_and_lazy_views() -> None:
     assert dtypes.as_numpy(number.conj().imag).tolist() == [-2.0]
 
 
-def test_v2_codes() -> None:
+def test_data_types_have_their_zarr_v2_codes() -> None:
     assert dtypes.v2_dtype("bfloat16") == "bfloat16"
     assert dtypes.v2_dtype("float32") == "<f4"
     assert dtypes.v2_dtype("bool") == "|b1"

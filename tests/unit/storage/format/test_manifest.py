@@ -100,7 +100,7 @@ def reports_of(*ranks: list[tuple[ArrayMeta, list[tuple[int, ...]], bool]]) -> l
 A = meta_of("a", (6,), (2,))
 
 
-def test_a_chunk_that_nobody_wrote() -> None:
+def test_a_chunk_that_no_rank_wrote_is_an_error() -> None:
     reports = reports_of([(A, [(0,)], True)], [(A, [(2,)], False)])
     with pytest.raises(AccessPatternError, match="Invalid access pattern") as caught:
         merge(reports)
@@ -131,7 +131,7 @@ def test_an_array_that_nobody_created() -> None:
     assert (caught.value.key, caught.value.rank) == ("a", 1)
 
 
-def test_ranks_that_mean_different_arrays() -> None:
+def test_ranks_that_describe_an_array_differently_are_named() -> None:
     other = meta_of("a", (6,), (3,))
     with pytest.raises(AccessPatternError, match="differently") as caught:
         merge(reports_of([(A, [(0,), (1,)], True)], [(other, [(1,)], False)]))
@@ -151,7 +151,7 @@ def test_one_rank_with_one_key_for_two_tensors() -> None:
     assert "the other has global shape (8,)" in str(caught.value)
 
 
-def test_nothing_at_all_and_objects() -> None:
+def test_manifests_without_arrays_are_merged() -> None:
     merged = merge([RankManifest(0).to_bytes(), RankManifest(1).to_bytes()])
     assert (merged.arrays, merged.documents, merged.objects) == ([], [], {})
     assert len(merged.manifest.crc) == 0

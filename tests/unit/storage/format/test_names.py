@@ -55,7 +55,7 @@ def test_different_keys_have_different_names(one: str, other: str) -> None:
         ("a\x00b", "a%00b"),
     ],
 )
-def test_examples(key: str, name: str) -> None:
+def test_keys_have_these_names(key: str, name: str) -> None:
     assert node_name(key) == name
     assert key_of(name) == key
 

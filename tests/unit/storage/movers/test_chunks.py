@@ -44,7 +44,7 @@ def test_each_element_comes_once(axes: list[tuple[int, int]], data: st.DataObjec
 
 
 @pytest.mark.parametrize("chunks", [1, 2, FEW_CUTS, FEW_CUTS + 1, 100])
-def test_any_number_of_chunks(chunks: int) -> None:
+def test_any_number_of_chunks_has_each_element_once(chunks: int) -> None:
     for _ in range(2):
         assert _check((4, 5 * chunks), (4, 5), Box((0, 0), (4, 5 * chunks))) == chunks
         assert _check((4, 5 * chunks), (4, 5), Box((1, 2), (2, 5 * chunks - 3))) == chunks

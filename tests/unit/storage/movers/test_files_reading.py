@@ -150,7 +150,7 @@ def test_destinations_in_evenly_spaced_rows(
 
 
 @compiled
-def test_another_size_content_or_no_file(tmp_path: Path) -> None:
+def test_a_file_of_another_size_or_content_is_not_read(tmp_path: Path) -> None:
     out = np.zeros(100, np.uint8)
     for size in (0, 95, 99, 101, 5000):
         path = tmp_path / str(size)
@@ -209,7 +209,7 @@ def test_a_request_that_does_not_fit_stops_the_batch_before_it_reads(tmp_path: P
 
 
 @compiled
-def test_a_batch_that_changes_while_it_is_taken_apart(tmp_path: Path) -> None:
+def test_a_batch_that_changes_while_it_is_read_does_not_crash(tmp_path: Path) -> None:
     crc = write_chunk(tmp_path / "one", np.ones(3, np.uint8))
     requests: list[Any] = []
 

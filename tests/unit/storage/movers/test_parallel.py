@@ -37,7 +37,9 @@ def test_ranks_of_a_machine_share_its_processors(
     assert default_threads() == threads
 
 
-def test_a_launcher_that_is_gone_has_bound_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_parent_process_the_processors_are_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def affinity(pid: int) -> set[int]:
         if pid:
             raise ProcessLookupError

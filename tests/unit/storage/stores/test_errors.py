@@ -49,7 +49,7 @@ def with_status(status: int) -> Exception:
         (ValueError("not an answer"), False),
     ],
 )
-def test_what_is_a_refusal(error: Exception, certain: bool) -> None:
+def test_refusals_are_told_from_errors_that_may_pass(error: Exception, certain: bool) -> None:
     assert is_refusal(error) is certain
     with pytest.raises(StorageError) as caught:
         raise explained("creating", "s3://bucket/x", error) from error

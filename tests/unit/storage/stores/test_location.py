@@ -87,7 +87,7 @@ def test_a_chain_of_urls_is_refused(chain: str) -> None:
             work()
 
 
-def test_all_of_a_store_is_a_place() -> None:
+def test_a_whole_store_is_a_place() -> None:
     shardstore.save(state(), "memory://step-7")
     try:
         assert Location.of("memory://").url == "memory://"
@@ -139,7 +139,7 @@ def test_calls_and_places_do_not_show_their_options() -> None:
     assert "of-a-trainer" not in str(caught.value)
 
 
-def test_a_pickle_has_no_options() -> None:
+def test_a_pickled_location_has_no_options() -> None:
     options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
     place = Location.of("s3://bucket/x", options)
     copied = pickle.loads(pickle.dumps(place))
