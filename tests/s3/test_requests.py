@@ -111,7 +111,7 @@ def test_metadata_of_many_arrays_is_one_get(run: Run, proxy: FaultProxy) -> None
 
 
 @pytest.mark.parametrize("signs", [None, True, False])
-def test_signatures_cover_the_content_if_asked(
+def test_signatures_cover_the_content_unless_told_not_to(
     s3_server: S3Server, proxy: FaultProxy, signs: bool | None
 ) -> None:
     s3: dict[str, object] = {"addressing_style": "path"}
