@@ -30,7 +30,7 @@ from testing.memory import BytesRead, peak_rss_bytes, reset_peak
 _LIBC = ctypes.CDLL(None)
 _PACKAGES = (
     *("shardstore", "torch", "numpy", "zarr", "tensorstore", "safetensors"),
-    *("megatron-core", "crc32c", "orbax-checkpoint", "jax"),
+    *("megatron-core", "crc32c"),
 )
 
 

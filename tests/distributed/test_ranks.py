@@ -8,7 +8,6 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardstore.distributed import messages
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks
@@ -26,7 +24,7 @@ from shardstore.saving.plan import CutChunk
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from testing.rank_server import start
-from testing.ranks import run_ranks
+from testing.ranks import join, run_ranks
 
 WORLD = 4
 LONG = 64 * 1024
@@ -186,13 +184,7 @@ def test_a_piece_that_nobody_waits_for_is_taken_for_no_report() -> None:
 
 def _main(rank: int, folder: str, who: int, how: str) -> None:
     os.environ[DEADLINE_VARIABLE] = "4" if how == "silent" else "600"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"{folder}/rendezvous", rank, WORLD)
     ranks = Ranks.current()
     ranks.together(b"", what="beginning")
     ranks.connect({(rank - 1) % WORLD, (rank + 1) % WORLD})

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from shardstore.storage.movers import checksums, files
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.rank_server import start
+from testing.ranks import join
 
 KEYS = 4
 _doing: list[Callable[[str], None]] = []
@@ -176,13 +176,7 @@ def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None
 def _rank(rank: int, place: str, rendezvous: str, victim: int) -> None:
     torch.set_num_threads(1)
     os.environ["SHARDSTORE_DEADLINE_S"] = "30"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"{rendezvous}/store", rank, 2)
 
     def replace() -> None:
         if rank == victim:

@@ -90,28 +90,14 @@ def shards_overlap(rank: int, world_size: int, folder: Path) -> None:
 
 
 def irregular_shards_overlap(rank: int, world_size: int, folder: Path) -> None:
-    starts, lengths = (0, 3, 6), (4, 3, 4)
-    tensor = ShardedTensor(
-        "w",
-        torch.zeros(lengths[rank]),
-        torch.float32,
-        (lengths[rank],),
-        (10,),
-        (starts[rank],),
-        None,
-    )
-    refused({"w": tensor}, folder, "Invalid access pattern", "'w'", "offset (3,)", "[0, 1]")
-    starts, lengths = (0, 3, 8), (3, 3, 2)
-    tensor = ShardedTensor(
-        "w",
-        torch.zeros(lengths[rank]),
-        torch.float32,
-        (lengths[rank],),
-        (10,),
-        (starts[rank],),
-        None,
-    )
-    refused({"w": tensor}, folder, "Invalid access pattern", "'w'", "offset (6,)", "no rank")
+    overlap, hole = ((0, 3, 6), (4, 3, 4)), ((0, 3, 8), (3, 3, 2))
+    for (starts, lengths), words in (
+        (overlap, ("offset (3,)", "[0, 1]")),
+        (hole, ("offset (6,)", "no rank")),
+    ):
+        size, start = (lengths[rank],), (starts[rank],)
+        tensor = ShardedTensor("w", torch.zeros(size), torch.float32, size, (10,), start, None)
+        refused({"w": tensor}, folder, "Invalid access pattern", "'w'", *words)
 
 
 def main_replicas_are_two_or_none(rank: int, world_size: int, folder: Path) -> None:

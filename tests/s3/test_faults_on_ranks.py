@@ -10,14 +10,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -27,32 +24,13 @@ from shardstore.errors import CheckpointingException
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores import tensorstore as s3_io
 from testing.rank_server import start
-from testing.ranks import run_ranks
+from testing.ranks import join, run_ranks
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import EmbeddedServer, S3Server
 from tests.helpers.s3_checkpoints import Run, state
 
 WORLD = 2
 LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def shared(s3_server: S3Server) -> Iterator[tuple[FaultProxy, Run]]:
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
-        run.save_directly(1)
-        yield proxy, run
-
-
-@pytest.fixture
-def proxy(shared: tuple[FaultProxy, Run]) -> Iterator[FaultProxy]:
-    yield shared[0]
-    shared[0].clear()
-
-
-@pytest.fixture
-def run(shared: tuple[FaultProxy, Run]) -> Run:
-    return shared[1]
 
 
 # -- a rank is killed ------------------------------------------------------------------------------
@@ -62,13 +40,7 @@ def _main(rank: int, folder: str, run: Run, step: int, background: bool) -> None
     """Save, and leave a note of how it ended."""
     torch.set_num_threads(1)
     os.environ["SHARDSTORE_DEADLINE_S"] = "10"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"{folder}/store", rank, WORLD)
     text = "saved"
     try:
         if background:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,25 +27,6 @@ def server(request: pytest.FixtureRequest) -> S3Server:
     name = "s3_server" if request.param == "embedded" else "radosgw_server"
     found: S3Server = request.getfixturevalue(name)
     return found
-
-
-@pytest.fixture(scope="module")
-def shared(server: S3Server) -> Iterator[tuple[FaultProxy, Run]]:
-    with FaultProxy(server.endpoint_url) as proxy:
-        run = Run.new(server.at(proxy.endpoint_url), server)
-        run.save_directly(1)
-        yield proxy, run
-
-
-@pytest.fixture
-def proxy(shared: tuple[FaultProxy, Run]) -> Iterator[FaultProxy]:
-    yield shared[0]
-    shared[0].clear()
-
-
-@pytest.fixture
-def run(shared: tuple[FaultProxy, Run]) -> Run:
-    return shared[1]
 
 
 def load(run: Run) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Whatever happens, the checkpoint before it stays, and the next save to the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
@@ -37,31 +35,6 @@ ONCE = [
     Fault.RESET_AFTER_ANSWER,
     Fault.TRUNCATE_ANSWER,
 ]
-
-
-@pytest.fixture(scope="module")
-def server(s3_server: S3Server) -> S3Server:
-    return s3_server
-
-
-@pytest.fixture(scope="module")
-def shared_proxy(server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(server.endpoint_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="module")
-def shared_run(server: S3Server, shared_proxy: FaultProxy) -> Run:
-    """A run whose first checkpoint is there."""
-    run = Run.new(server.at(shared_proxy.endpoint_url), server)
-    run.save_directly(1)
-    return run
-
-
-@pytest.fixture
-def proxy(shared_proxy: FaultProxy) -> Iterator[FaultProxy]:
-    yield shared_proxy
-    shared_proxy.clear()
 
 
 @pytest.fixture
