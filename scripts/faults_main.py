@@ -79,12 +79,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="faults (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="repeats the faults of a run")
     parser.add_argument("--only", choices=("disk", "s3"), help="default: every fourth on S3")
-    parser.add_argument("--cycles", type=int, help="run a manager on 4 ranks for so many cycles")
     arguments = parser.parse_args()
-    if arguments.cycles:
-        from scripts.faults_cycles import run_cycles
-
-        return run_cycles(arguments.cycles, arguments.seed)
     return strike_all(arguments.count, arguments.seed, arguments.only)
 
 

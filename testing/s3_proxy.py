@@ -14,7 +14,9 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
 import socket
 import struct
 import sys
@@ -102,6 +104,23 @@ class Rule:
         if self.count is not None and self.hits >= self.count:
             return False
         self.hits += 1
+        return True
+
+
+@dataclass(kw_only=True)
+class Kills(Rule):
+    """Kills a process at a request, which never reaches the server.
+
+    Attributes:
+        pid: whom.
+    """
+
+    pid: int = 0
+
+    def takes(self, head: Head) -> bool:
+        if not super().takes(head):
+            return False
+        os.kill(self.pid, signal.SIGKILL)
         return True
 
 

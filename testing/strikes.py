@@ -24,8 +24,7 @@ import torch
 
 import shardstore
 from shardstore import CheckpointingException, CheckpointManager, ShardedTensor
-from testing.deaths import Kills
-from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_proxy import Fault, FaultProxy, Kills
 
 LIMIT_S = 240
 WRITES = "write,pwrite64,?pwritev,?pwritev2,writev,fallocate,ftruncate"

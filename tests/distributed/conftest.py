@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import run_scenarios
 
 

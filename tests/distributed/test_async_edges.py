@@ -19,8 +19,8 @@ from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.progress import Progress
 from shardstore.storage.movers.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.ranks import run_ranks
 from testing.s3_servers import S3Server
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario
 
 WORLD = 3

@@ -30,8 +30,8 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from shardstore.storage.commit.folder import FolderAttempt
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.ranks import RankFailed, run_ranks
 from tests.helpers.programs import run_forked
+from tests.helpers.ranks_helper import RankFailed, run_ranks
 from tests.helpers.scenarios import Scenario, files_at_most, raised, remains
 
 WORLD = 3

@@ -17,7 +17,7 @@ from shardstore.strategies.async_utils import (
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def _request(log: list[str], name: str, gate: threading.Event | None = None) -> AsyncRequest:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 ROWS, COLUMNS = 12, 10
 

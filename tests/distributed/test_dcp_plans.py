@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardstore.dcp import StorageReader, StorageWriter
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 KEYS = ("a", "b", "c")
 WORLD = 3

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardstore
 from shardstore.mapping import ShardedTensor
-from testing.ranks import join, run_ranks
+from tests.helpers.ranks_helper import join, run_ranks
 
 WORLD = 3
 

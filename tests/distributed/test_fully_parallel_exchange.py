@@ -24,7 +24,7 @@ from shardstore.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
     distribute_main_replicas_with_precomputed_distribution,
 )
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def _path(folder: str | Path, item: ShardedTensor | ShardedObject) -> Path:

@@ -12,7 +12,7 @@ import shardstore
 from shardstore.errors import CheckpointingException
 from shardstore.loading import run as loading
 from shardstore.mapping import ShardedTensor
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3
 

@@ -16,7 +16,7 @@ from shardstore.loading import plan as read_plan
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.memory import peak_rss_bytes, reset_peak
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
 WORLD = 2

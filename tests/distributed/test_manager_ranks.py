@@ -20,8 +20,8 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.progress import Progress
-from testing.ranks import RankFailed, run_ranks
 from testing.s3_servers import S3Server
+from tests.helpers.ranks_helper import RankFailed, run_ranks
 from tests.helpers.scenarios import Scenario, logged, raised, remains, run_scenarios
 
 WORLD = 3

@@ -13,7 +13,7 @@ import shardstore
 from shardstore.distributed.coordinator import Ranks
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.movers.mover import Mover
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3
 COLLECTIVES = ("all_gather_object", "gather_object", "all_gather", "all_to_all", "all_reduce")

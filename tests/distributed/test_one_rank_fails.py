@@ -24,7 +24,7 @@ from shardstore.saving.plan import fetched
 from shardstore.storage.movers.chunks import Source
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 2
 DEADLINE_S = 600

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import AccessPatternError, MissingKeyError, NotACheckpointError, RanksError
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def wanted(rank: int, world: int, key: str = "w") -> dict[str, Any]:

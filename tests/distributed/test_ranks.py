@@ -23,8 +23,8 @@ from shardstore.saving import execute
 from shardstore.saving.plan import CutChunk
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
-from testing.rank_server import start
-from testing.ranks import join, run_ranks
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join, run_ranks
 
 WORLD = 4
 LONG = 64 * 1024

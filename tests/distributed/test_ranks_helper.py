@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from testing.rank_server import start
-from testing.ranks import RankFailed, run_ranks
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import RankFailed, run_ranks
 
 
 def _raise_on_1(rank: int, world_size: int) -> None:

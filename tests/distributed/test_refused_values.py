@@ -11,7 +11,7 @@ import torch
 
 import shardstore
 from shardstore import CheckpointingException, ShardedObject, ShardedTensor
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def _weight(rank: int, world_size: int) -> ShardedTensor:

@@ -34,7 +34,7 @@ from shardstore.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario, logged, raised, remains, run_scenarios
 
 WORLD = 4

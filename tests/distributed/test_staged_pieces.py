@@ -20,7 +20,7 @@ from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.memory import peak_rss_bytes, reset_peak
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
 WORLD = 2

@@ -20,7 +20,7 @@ import shardstore
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import dict_list_map_outplace
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import raised, remains
 
 State = dict[str, Any]

@@ -31,7 +31,7 @@ from shardstore.strategies.async_utils import AsyncCallsQueue
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from shardstore.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario, files_at_most, logged, raised, remains
 
 WORLD = 2

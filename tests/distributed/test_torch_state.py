@@ -49,9 +49,9 @@ from shardstore.errors import (
 )
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-from testing.ranks import run_ranks
 from tests.helpers import dtensor_states
 from tests.helpers.programs import run_forked
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import raised, remains, run_scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore")

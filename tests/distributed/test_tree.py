@@ -25,8 +25,8 @@ from shardstore.distributed import coordinator
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks, neighbours
 from shardstore.distributed.messages import Channel
 from shardstore.errors import RanksError
-from testing.rank_server import start
-from testing.ranks import run_ranks
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 7  # rank 1 leads 2, rank 3 leads 4 and 5, rank 6 leads nobody
 TIMEOUT_S = {"before": 4, "arrived": 20, "connecting": 20, "later": 20}

@@ -12,7 +12,7 @@ import shardstore
 from shardstore import validation
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import logged
 
 

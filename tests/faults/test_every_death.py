@@ -23,7 +23,7 @@ import shardstore
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.commit import folder
-from testing.rank_server import start
+from tests.helpers.rank_server import start
 
 FOREIGN = {"log.txt": "years of work", "config/model.yaml": "a: 1"}
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate")

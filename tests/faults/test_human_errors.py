@@ -32,7 +32,7 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def sharded(data: Any, key: str = "w") -> ShardedTensor:

@@ -22,8 +22,8 @@ import zarr
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.rank_server import start
-from testing.ranks import join
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join
 
 WORLD = 3
 KEYS = 12

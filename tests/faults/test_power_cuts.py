@@ -23,9 +23,9 @@ from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-from testing.rank_server import start
-from testing.ranks import join
 from tests.helpers.power_cuts import Trace, attached
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join
 
 Work = Callable[[Path, int], None]
 

@@ -29,7 +29,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.options import SaveKeywords, WriterKeywords
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 
 def state(**more: torch.Tensor) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.movers import checksums, files
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.rank_server import start
-from testing.ranks import join
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join
 
 KEYS = 4
 _doing: list[Callable[[str], None]] = []

@@ -34,7 +34,7 @@ from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactor
 from shardstore.saving.session import session_of
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.values.torch_dump import dump_bytes
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario, raised, remains, run_scenarios
 
 WORLD = 3

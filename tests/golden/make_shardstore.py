@@ -34,7 +34,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 TARGET = Path(__file__).parent / "shardstore-0.1.0"
 SCRATCH = Path("/tmp/checkpoints")

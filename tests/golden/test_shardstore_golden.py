@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 import shardstore
 from shardstore.cli.app import app
 from shardstore.dcp import StorageReader
-from testing.ranks import run_ranks
 from tests.golden.make_shardstore import (
     CONTENT_METADATA,
     GOLDEN,
@@ -32,6 +31,7 @@ from tests.golden.make_shardstore import (
     write_all,
 )
 from tests.helpers.layouts import raw_bytes
+from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

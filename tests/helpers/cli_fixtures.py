@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.ranks import run_ranks
 from tests.helpers.cli_checkpoints import WORLD, Cli, save
+from tests.helpers.ranks_helper import run_ranks
 
 
 @pytest.fixture(scope="session")

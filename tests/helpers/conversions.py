@@ -11,7 +11,7 @@ import torch
 import shardstore
 from shardstore.convert import convert
 from shardstore.progress import Progress
-from testing.rank_server import start
+from tests.helpers.rank_server import start
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

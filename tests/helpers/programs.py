@@ -23,7 +23,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from testing.rank_server import start
+from tests.helpers.rank_server import start
 
 LIMIT_S = 200
 _BLOCK = re.compile(

@@ -35,7 +35,7 @@ from shardstore.errors import ArgumentError, CheckpointExistsError, Checkpointin
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-from testing.ranks import run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

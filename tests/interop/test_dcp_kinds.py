@@ -21,8 +21,8 @@ from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import DTypeMismatchError, KeyNameError, UnsafeObjectError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-from testing.ranks import run_ranks
 from tests.helpers.nested import same
+from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

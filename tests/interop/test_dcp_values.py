@@ -35,8 +35,8 @@ from shardstore.errors import (
 from shardstore.storage import checkpoint
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
-from testing.ranks import run_ranks
 from tests.helpers.nested import same
+from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,8 +18,8 @@ import shardstore
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter
-from testing.ranks import run_ranks
 from tests.helpers.nested import same
+from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -16,8 +16,8 @@ import torch
 import shardstore
 from shardstore import core, mapping, serialization
 from shardstore.errors import CheckpointingException, ChunkMissingError, ShapeMismatchError
-from testing.ranks import run_ranks
 from tests.golden import states
+from tests.helpers.ranks_helper import run_ranks
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "megatron-core-0.15.3-zarr"

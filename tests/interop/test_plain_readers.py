@@ -21,8 +21,8 @@ import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.ranks import run_ranks
 from tests.helpers.processes import run_to_end
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD_SIZE = 4
 TARGET_CHUNK_BYTES = 16 * 1024

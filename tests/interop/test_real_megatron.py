@@ -16,9 +16,9 @@ import torch
 
 import shardstore
 from shardstore import mapping
-from testing.ranks import run_ranks
 from tests.golden import states
 from tests.helpers.processes import run_to_end
+from tests.helpers.ranks_helper import run_ranks
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]

@@ -26,8 +26,8 @@ from shardstore.errors import (
 )
 from shardstore.serialization import load_sharded_metadata
 from shardstore.storage.stores.location import Location
-from testing.ranks import run_ranks
 from tests.golden import states
+from tests.helpers.ranks_helper import run_ranks
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "megatron-core-0.15.3-torch_dist"

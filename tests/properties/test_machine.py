@@ -32,10 +32,10 @@ from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import FileSystemIO
-from testing.deaths import dies
 from testing.s3_proxy import FaultProxy
 from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
+from tests.helpers.deaths import dies
 
 steps = st.integers(0, 5)
 values = st.integers(1, 3)

@@ -18,7 +18,6 @@ from shardstore import zarr_dtypes
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.ranks import run_ranks
 from tests.helpers.layouts import (
     DTYPES,
     Layout,
@@ -32,6 +31,7 @@ from tests.helpers.layouts import (
     sharded,
     strided,
 )
+from tests.helpers.ranks_helper import run_ranks
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 

@@ -23,10 +23,10 @@ from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-from testing.ranks import run_ranks
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers import dtensor_states
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")

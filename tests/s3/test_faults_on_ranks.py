@@ -23,10 +23,10 @@ from shardstore.dcp import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores import tensorstore as s3_io
-from testing.rank_server import start
-from testing.ranks import join, run_ranks
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import EmbeddedServer, S3Server
+from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join, run_ranks
 from tests.helpers.s3_checkpoints import Run, state
 
 WORLD = 2

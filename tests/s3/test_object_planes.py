@@ -38,8 +38,8 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location, StoreUrl
 from shardstore.storage.stores.objects import object_io, read_many
 from shardstore.storage.stores.remote import RemoteStore
-from testing.ranks import run_ranks
 from testing.s3_servers import S3Server
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 
 

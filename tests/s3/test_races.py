@@ -19,9 +19,9 @@ from shardstore.errors import CheckpointingException, ChunkCorruptError, Storage
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
-from testing.ranks import run_ranks
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server, embedded_server, radosgw
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
 
 COMMITTERS = 16

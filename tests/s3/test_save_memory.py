@@ -10,8 +10,8 @@ import shardstore
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.memory import peak_rss_bytes, reset_peak
-from testing.ranks import run_ranks
 from testing.s3_servers import S3Server
+from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
 CHUNK = 4 * MIB

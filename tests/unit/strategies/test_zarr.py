@@ -25,8 +25,8 @@ from shardstore.strategies.zarr import (
     pad_to_expected_shape,
     postprocess_numpy_array,
 )
-from testing.ranks import run_ranks
 from tests.helpers.processes import run_to_end
+from tests.helpers.ranks_helper import run_ranks
 
 WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
 

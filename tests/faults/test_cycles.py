@@ -1,7 +1,7 @@
 """Many cycles of a manager on 4 ranks, with faults: memory, threads and files stay flat.
 
-In each cycle the ranks save a step, at once or in the background, and restore; in two of three a
-rank, or all of them, meet a fault. Between parts of the run a rank is killed in a save.
+In each cycle the ranks save a step, at once or in the background, and restore; in most cycles a
+rank, or all of them, meet a fault. ``scripts/faults --cycles 100`` runs it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import gc
 import os
 import random
 import resource
-import shutil
 import signal
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,11 +25,11 @@ from shardstore import (
     ShardedTensor,
     delete_checkpoint,
 )
-from testing.ranks import RankFailed, run_ranks
+from tests.helpers.ranks_helper import RankFailed, run_ranks
 
 WORLD = 4
-WARM = 20
-"""Cycles after which nothing may grow any more."""
+CYCLES, WARM = int(os.environ.get("SHARDSTORE_CYCLES", "100")), 20
+"""All cycles, and those after which nothing may grow any more."""
 FAULTS = ["none", "full", "value", "abort", "rot", "base"]
 
 
@@ -133,28 +132,17 @@ def killed(rank: int, world_size: int, root: str, victim: int) -> None:
     CheckpointManager(root, keep_last=2).save(10**6, state(rank, 0.0), progress=stop)
 
 
-def run_cycles(count: int, seed: int) -> int:
-    """Run, and print what was used at the beginning and at the end; 1 if it grew."""
-    root = tempfile.mkdtemp(prefix="cycles-")
+def test_a_killed_rank_is_noticed(tmp_path: Path) -> None:
     for victim in range(3):
-        try:
-            run_ranks(killed, WORLD, root, victim)
-        except (RankFailed, CheckpointingException):
-            pass
-        else:
-            raise AssertionError("a killed rank was not noticed")
-    seen = run_ranks(cycles, WORLD, root, count, seed, timeout_s=60 + 20 * count)
-    shutil.rmtree(root)
-    grew = []
-    warm = min(WARM, count // 2)
-    print(f"{'rank':6}{'what':16}{'first':>10}{'warm':>10}{'at most':>10}{'last':>10}")
-    for rank, usages in enumerate(seen):
+        with pytest.raises((RankFailed, CheckpointingException)):
+            run_ranks(killed, WORLD, str(tmp_path), victim)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(60 + 20 * CYCLES)
+def test_nothing_grows_over_many_cycles(tmp_path: Path) -> None:
+    for usages in run_ranks(cycles, WORLD, str(tmp_path), CYCLES, 0, timeout_s=20 * CYCLES):
         for what in usages[0]:
-            early = max(one[what] for one in usages[:warm])
-            late = max(one[what] for one in usages[warm:])
-            values = f"{usages[0][what]:10}{early:10}{late:10}{usages[-1][what]:10}"
-            print(f"{rank:<6}{what:16}{values}")
-            if late > early * 1.05 + 2:
-                grew.append(f"{what} of rank {rank}")
-    print(f"{count} cycles on {WORLD} ranks: {'grew: ' + ', '.join(grew) if grew else 'all flat'}")
-    return bool(grew)
+            early = max(one[what] for one in usages[:WARM])
+            late = max(one[what] for one in usages[WARM:])
+            assert late <= early * 1.05 + 2, (what, early, late)

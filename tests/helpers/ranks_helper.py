@@ -1,6 +1,6 @@
 """Runs a function on N gloo ranks of their own and brings back what each returned or raised.
 
-Knows nothing of shardstore. Ranks are forked from :mod:`testing.rank_server`, which never saw
+Knows nothing of shardstore. Ranks are forked from :mod:`tests.helpers.rank_server`, which never saw
 TensorStore, and not from the process of the tests: TensorStore does not survive a fork.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from testing.rank_server import Started, start
+from tests.helpers.rank_server import Started, start
 
 
 class RankFailed(RuntimeError):  # noqa: N818 (reads as what it says in a test report)
