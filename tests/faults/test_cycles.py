@@ -28,7 +28,8 @@ from shardstore import (
 from tests.helpers.ranks_helper import RankFailed, run_ranks
 
 WORLD = 4
-CYCLES, WARM = int(os.environ.get("SHARDSTORE_CYCLES", "100")), 20
+CYCLES = int(os.environ.get("SHARDSTORE_CYCLES", "100"))
+WARM = min(20, CYCLES // 2)
 """All cycles, and those after which nothing may grow any more."""
 FAULTS = ["none", "full", "value", "abort", "rot", "base"]
 
