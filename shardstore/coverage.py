@@ -14,14 +14,17 @@ from __future__ import annotations
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import xxhash
+
 from shardstore.errors import (
     AccessPatternError,
+    CheckpointingException,
     DTypeMismatchError,
     ShapeMismatchError,
 )
@@ -101,13 +104,12 @@ def merge_layouts(reports: Sequence[bytes], ranks: Sequence[int]) -> Layouts:
         ranks: the ranks.
 
     Raises:
-        AccessPatternError: ranges of a shard overlap or leave a gap; the text names key, shard,
-            range and ranks.
-        ShapeMismatchError, DTypeMismatchError: as :func:`check_descriptions`.
+        AccessPatternError: ranges of a shard overlap or leave a gap, or ranks give a tensor
+            different global shapes; the text names key, shard, range and ranks.
     """
     layouts = Layouts()
     for key, held in _by_key(_parsed(reports), ranks).items():
-        _check_same(held)
+        _check_same(held, {"global_shape": AccessPatternError})  # the commit checks the rest
         tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
         irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
         if irregular:
@@ -245,6 +247,12 @@ def check_reports(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
             ranks.
         ShapeMismatchError, DTypeMismatchError: ranks describe the global tensor differently.
     """
+    for held in _samples(reports, ranks):
+        _check_cover(held)
+
+
+def _samples(reports: Sequence[bytes], ranks: Sequence[int]) -> Iterable[_Held]:
+    """Return the shards of one of the keys that have the same cuts in the same order of ranks."""
     parsed = _parsed(reports)
     known: dict[tuple[Any, ...], int] = {}
     cuts_of: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
@@ -253,14 +261,7 @@ def check_reports(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
         for key, number in zip(keys, numbers, strict=True):
             cuts_of[key].append(renumbered[number])
     samples = {tuple(cuts): key for key, cuts in reversed(cuts_of.items())}
-    for held in _by_key(parsed, ranks, set(samples.values())).values():
-        _check_cover(held)
-
-
-def _check_same(held: _Held) -> None:
-    first_rank, first = held[0][0], _Said.of(held[0][1])
-    for rank, item in held:
-        _require_same(item.key, first_rank, first, rank, _Said.of(item))
+    return _by_key(parsed, ranks, set(samples.values())).values()
 
 
 def _check_cover(held: _Held) -> None:
@@ -302,69 +303,61 @@ def _check_cover(held: _Held) -> None:
         )
 
 
-class _Said(NamedTuple):
-    """What all ranks must say alike about a tensor or object, replicas included."""
-
-    type: str
-    dtype: Any
-    global_shape: tuple[int, ...]
-    axis_fragmentations: str
-
-    @classmethod
-    def of(cls, item: ShardedTensor | ShardedObject) -> _Said:
-        shape = tuple(item.global_shape)
-        if isinstance(item, ShardedObject):
-            return cls("ShardedObject", None, shape, "")
-        irregular = item.axis_fragmentations is None
-        return cls("ShardedTensor", item.dtype, shape, "None" if irregular else "not None")
+_AGREED: dict[str, type[CheckpointingException]] = {
+    "dtype": DTypeMismatchError,
+    "global_shape": ShapeMismatchError,
+    "axis_fragmentations": AccessPatternError,
+}
+"""Attributes that must be equal on all ranks -> the error if they differ. For fragmentations, only
+``None`` on some of the ranks is an error."""
 
 
-_ERRORS = {"dtype": DTypeMismatchError, "global_shape": ShapeMismatchError}
+def _check_same(held: _Held, agreed: Mapping[str, type[CheckpointingException]] = _AGREED) -> None:
+    """Check that all ranks, replicas included, describe a tensor or object alike: they agree on its
+    type, and on these attributes."""
+    first_rank, first = held[0]
+    for rank, item in held:
+        if type(item) is not type(first):
+            raise AccessPatternError(
+                f"Invalid access pattern: {item.key!r} is a {type(first).__name__} on rank "
+                f"{first_rank} and a {type(item).__name__} on rank {rank}; rename one",
+                key=item.key,
+                rank=rank,
+            )
+        for name, kind in agreed.items():
+            ours, theirs = getattr(first, name, None), getattr(item, name, None)
+            if ours != theirs and (name != "axis_fragmentations" or None in (ours, theirs)):
+                raise kind(
+                    f"Invalid access pattern: {item.key!r} has {name} {ours} on rank {first_rank} "
+                    f"and {theirs} on rank {rank}; ranks must agree",
+                    key=item.key,
+                    rank=rank,
+                )
 
 
-def describe(shards: Iterable[Any]) -> bytes:
-    """Return a report of what a rank says about each tensor and object; equal on ranks that hold
-    different parts, or replicas, of the same ones."""
-    keys: dict[_Said, dict[str, None]] = defaultdict(dict)
-    for item in shards:
-        if isinstance(item, ShardedTensor | ShardedObject):
-            keys[_Said.of(item)][item.key] = None
-    return pickle.dumps([(tuple(said), tuple(of)) for said, of in keys.items()])
+def digest_of(shards: Iterable[Any]) -> bytes:
+    """Return a digest of what a rank says about each tensor and object. It is equal on ranks that
+    hold different parts, or replicas, of the same ones."""
+    said = {
+        repr((item.key, [getattr(item, name, None) for name in _AGREED]))
+        for item in shards
+        if isinstance(item, ShardedTensor | ShardedObject)
+    }
+    return xxhash.xxh3_128_digest("".join(sorted(said)).encode())
 
 
-def check_descriptions(reports: Iterable[bytes], ranks: Iterable[int]) -> None:
-    """Check that all ranks describe each tensor and object alike.
+def check_same(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
+    """Check that ranks describe each tensor and object alike.
 
     Args:
-        reports: results of :func:`describe`, in the order of ``ranks``.
+        reports: results of :func:`report_shards`, in the order of ``ranks``.
         ranks: the ranks.
 
     Raises:
-        ShapeMismatchError, DTypeMismatchError, AccessPatternError: they do not; the text names key,
-            ranks and both sides.
+        AccessPatternError: they do not; the text names key, ranks and both sides.
     """
-    first_ranks: dict[bytes, int] = {}
-    for report, rank in zip(reports, ranks, strict=True):
-        first_ranks.setdefault(report, rank)
-    known: dict[str, tuple[int, _Said]] = {}
-    for report, rank in first_ranks.items():
-        for said, keys in pickle.loads(report):
-            for key in keys:
-                _require_same(key, *known.setdefault(key, (rank, _Said(*said))), rank, _Said(*said))
-
-
-def _require_same(key: str, first_rank: int, first: _Said, rank: int, said: _Said) -> None:
-    for name, ours, theirs in zip(_Said._fields, first, said, strict=True):
-        if ours != theirs:
-            says, remedy = f"has {name} {ours}", "ranks must agree"
-            if name == "type":
-                says, theirs, remedy = f"is a {ours}", f"a {theirs}", "rename one"
-            raise _ERRORS.get(name, AccessPatternError)(
-                f"Invalid access pattern: {key!r} {says} on rank {first_rank} and {theirs} on rank "
-                f"{rank}; {remedy}",
-                key=key,
-                rank=rank,
-            )
+    for held in _samples(reports, ranks):
+        _check_same(held, dict.fromkeys(_AGREED, AccessPatternError))
 
 
 def _shown(ranks: Iterable[int]) -> list[int]:

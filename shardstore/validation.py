@@ -244,18 +244,15 @@ def compare_common(
     Raises:
         AccessPatternError: they differ, and must be ``equal``.
     """
+    rank, first = ranks.rank, ranks.members[0]
     try:
         only_there, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
         logger.warning(
-            "The common values of rank %d cannot be compared with rank %d's: %s",
-            ranks.rank,
-            ranks.first,
-            error,
+            f"The common values of rank {rank} cannot be compared with rank {first}'s: {error}"
         )
         return
     if only_there or only_here or mismatched:
-        rank, first = ranks.rank, ranks.first
         text = (
             f"The common values of rank {rank} differ from those of rank {first}, which are saved. "
             f"Only on rank {first}: {only_there}; only on rank {rank}: {only_here}; "

@@ -242,15 +242,13 @@ def _named(place: Location) -> tuple[Location, str]:
 def _too_large(name: str, size: int, tensors: Arrays, record: StateRecord) -> ArgumentError:
     """Return the error for a header, which names the largest value in it."""
     lengths = {key: len(json.dumps(value)) for key, value in record.values.items()}
-    largest = max(lengths, key=lengths.__getitem__, default="")
-    what = f"the names of {len(tensors)} tensors: convert to several files, with file_bytes"
-    if sum(lengths.values()) > size // 2:
-        what = f"the value of {largest!r} ({lengths[largest]} bytes of JSON): leave it out"
+    key = max(lengths, key=lengths.__getitem__, default="")
     return ArgumentError(
         f"the header of {name} would have {size} bytes, more than the {MAX_HEADER_BYTES} that "
-        f"safetensors reads; nothing was written. Most of it is {what}, or convert to another "
-        "format",
-        key=largest or None,
+        f"safetensors reads; nothing was written. It names {len(tensors)} tensors, and its largest "
+        f"part is the value of {key!r} ({lengths.get(key, 0)} bytes of JSON): convert to several "
+        "files (file_bytes) or to another format, or leave the value out",
+        key=key,
     )
 
 

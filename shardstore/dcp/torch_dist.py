@@ -59,6 +59,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.device import behind, streams_of
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
 from shardstore.storage.stores.location import Location, store_errors
@@ -199,6 +200,7 @@ class _FilesSave:
         # Keys are flat already, and shards stay shards.
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staging: Staging | None = None
+        self._streams: list[torch.Stream | None] = []
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
 
@@ -291,6 +293,9 @@ class _FilesSave:
             if self._staging is not None:
                 copies = (dtypes.as_tensor(copy.data()) for copy in self._staging.copies())
                 self._copies.update(zip(self._staged, copies, strict=True))
+            else:
+                tensors = (i for i in self._items if i.type is not WriteItemType.BYTE_IO)
+                self._streams = streams_of(map(self._planner.resolve_data, tensors))
             run_batched(self._files(), self._write_files, threads=self._threads)
         except Exception as error:
             cause: BaseException | None = error
@@ -333,7 +338,8 @@ class _FilesSave:
                     if data is None:
                         data = self._planner.resolve_data(item)
                     if isinstance(data, torch.Tensor):
-                        data = data.detach().cpu()
+                        with behind(*self._streams):
+                            data = data.detach().cpu()
                     self._written.append((item.index, append(file, name, data)))
 
     def finish(self, work: Callable[[], None] = lambda: None) -> None:

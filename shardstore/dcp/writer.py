@@ -35,6 +35,7 @@ from shardstore.mapping import ShardedObject, ShardedTensor, local_box
 from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.folder import disk_of
 from shardstore.storage.commit.publish import About, Files, publish, write_chunks
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import grid_of
@@ -278,8 +279,8 @@ class StorageWriter(Placed, DcpStorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged. All ranks call it."""
-        return plan
+        """Return the plan with the identity of this rank's disk. All ranks call it."""
+        return replace(plan, storage_data=disk_of(self._place))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose chunk grids and begin an attempt. The coordinator calls it.
@@ -287,7 +288,14 @@ class StorageWriter(Placed, DcpStorageWriter):
         Raises:
             CheckpointExistsError: the target holds a checkpoint, and ``overwrite`` was not given.
             DTypeMismatchError, KeyNameError: a tensor cannot be stored.
+            StorageError: ranks would write to disks of several machines.
         """
+        disks = {plan.storage_data: rank for rank, plan in enumerate(plans) if plan.storage_data}
+        if len(disks) > 1:
+            raise self._place.error(
+                f" is on disks of several machines (those of ranks {sorted(disks.values())}); save "
+                "to a file system that all ranks share, or to an object store"
+            )
         plans = [with_items(rank, plan) for rank, plan in enumerate(plans)]
         layouts = _layouts(plans, self.options)
         self._give_up()
@@ -386,7 +394,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         try:
             reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
             record = _state_record(metadata, reports)
-            manifests = [RankManifest.from_bytes(r.manifest, n) for n, r in enumerate(reports)]
+            manifests = [RankManifest.from_bytes(report.manifest) for report in reports]
             cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
             for chunk in itertools.chain.from_iterable(report.cut for report in reports):
                 cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)

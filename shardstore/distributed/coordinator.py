@@ -195,10 +195,7 @@ class Ranks:
             return cls(deadline_s=deadline_s)
         rank, members = dist.get_rank(), global_ranks(group)
         if not members:
-            raise ArgumentError(
-                f"rank {rank} is not a member of process_group; only members call this function",
-                rank=rank,
-            )
+            raise ArgumentError(f"rank {rank} is not in process_group; only its ranks call this")
         channel = _channel(purpose, members) if len(members) > 1 else None
         return cls(rank, members, deadline_s, _channel=channel)
 
@@ -230,14 +227,9 @@ class Ranks:
         return len(self.members)
 
     @property
-    def first(self) -> int:
-        """The coordinator's global rank."""
-        return self.members[0]
-
-    @property
     def is_coordinator(self) -> bool:
         """Whether this rank is the coordinator."""
-        return self.rank == self.first
+        return self.rank == self.members[0]
 
     @property
     def is_broken(self) -> bool:

@@ -104,8 +104,7 @@ class Channel:
     def __init__(self, purpose: str, members: Members, after: Channel | None = None) -> None:
         self.rank, self.is_broken = dist.get_rank(), False
         self._members = members
-        if members != range(dist.get_world_size()):
-            purpose = f"{xxhash.xxh3_64_hexdigest(repr(members).encode())}/{purpose}"
+        purpose = f"{xxhash.xxh3_64_hexdigest(repr(members).encode())}/{purpose}"
         self._outcome: bytes | None = None
         store = _get_default_store()
         self._number: int = 0 if after is None else after._number + 1

@@ -260,22 +260,25 @@ class ClaimedTensor(ShardedTensor):
     Attributes:
         holders: the global ranks whose replica ids differ: those of the DTensor's mesh; none for a
             plain tensor.
+        is_claimed: whether the ranks of the save or load differ from the holders.
     """
 
     holders: frozenset[int] = frozenset()
+    is_claimed: bool = True
 
 
 def among(state: ShardedStateDict, ranks: Ranks) -> ShardedStateDict:
     """Return the state for a save or load by some ranks, with copies of its claimed tensors.
 
-    If the main replica of a shard may be on another rank, each copy becomes a main replica, until
-    :func:`apply_claims` chooses one.
+    If the main replica of a shard may be on a rank that takes no part, each copy becomes a main
+    replica, until :func:`apply_claims` chooses one.
     """
     everyone = frozenset(ranks.members)
 
     def of_ranks(value: Any) -> Any:
         if isinstance(value, ClaimedTensor):
             value = copy(value)
+            value.is_claimed = value.holders != everyone
             if not value.holders <= everyone:
                 value.replica_id = 0
         return value
@@ -283,17 +286,15 @@ def among(state: ShardedStateDict, ranks: Ranks) -> ShardedStateDict:
     return cast(ShardedStateDict, dict_list_map_outplace(of_ranks, state))
 
 
-def claimed(state: ShardedStateDict, ranks: Ranks) -> list[ClaimedTensor]:
-    """Return the tensors of :func:`among` that are main replicas, and that ranks outside of
-    their holders may hold too."""
+def claimed(state: ShardedStateDict) -> list[ClaimedTensor]:
+    """Return the claimed tensors that are main replicas."""
     found = [value for value in nested_values(state) if isinstance(value, ClaimedTensor)]
-    everyone = frozenset(ranks.members)
-    return [one for one in found if one.holders != everyone and is_main_replica(one.replica_id)]
+    return [one for one in found if one.is_claimed and is_main_replica(one.replica_id)]
 
 
-def claims(state: ShardedStateDict, ranks: Ranks) -> bytes:
+def claims(state: ShardedStateDict) -> bytes:
     """Return a report of this rank's :func:`claimed` tensors."""
-    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in claimed(state, ranks)])
+    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in claimed(state)])
 
 
 def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
@@ -305,9 +306,9 @@ def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
     return pickle.dumps(owners)
 
 
-def apply_claims(state: ShardedStateDict, decided: bytes, ranks: Ranks) -> None:
+def apply_claims(state: ShardedStateDict, decided: bytes, rank: int) -> None:
     """Give the shards that another rank writes a replica id other than 0, in place."""
-    owners, rank = pickle.loads(decided), ranks.rank
-    for tensor in claimed(state, ranks):
+    owners = pickle.loads(decided)
+    for tensor in claimed(state):
         if owners.get(_sharded_tensor_shard_id(tensor), rank) != rank:
             tensor.replica_id = rank + 1

@@ -324,13 +324,12 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
         given = data.detach()
         return TensorRead(given, given)
     # A subclass may refuse to be written in parts.
-    return TensorRead(data, _on_host(tensor, pinned=data.is_cuda))
+    return TensorRead(data, _on_host(tensor))
 
 
-def _on_host(tensor: ShardedTensor, *, pinned: bool = False) -> torch.Tensor:
+def _on_host(tensor: ShardedTensor) -> torch.Tensor:
     """Return host memory for the data of a shard, whatever the program's default device is."""
-    shape = data_shape(tensor)
-    return torch.empty(shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+    return torch.empty(data_shape(tensor), dtype=tensor.dtype, device="cpu")
 
 
 def goes_through_host(tensor: torch.Tensor) -> bool:

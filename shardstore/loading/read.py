@@ -33,7 +33,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
-from shardstore.storage.movers.device import behind, stream_of
+from shardstore.storage.movers.device import behind, host_memory, streams_of
 from shardstore.storage.movers.parallel import default_threads, in_rounds
 
 BYTES_A_THREAD = 32 * 1024 * 1024
@@ -140,23 +140,20 @@ def read_through_host(
     limit_bytes = max(1, budget_bytes // HOST_BUFFERS)
     pieces = [piece for region in through for piece in _pieces(region, limit_bytes)]
     batches = in_batches([*pieces, *chunks], limit_bytes)
-    pinned = any(region.out.is_cuda for region in through)
-    for batch, buffer in zip(batches, read_ahead(read, batches, pinned=pinned), strict=False):
+    device = next((region.out.device for region in through if not region.out.is_cpu), None)
+    for batch, buffer in zip(batches, read_ahead(read, batches, device), strict=False):
         deliver(buffer, batch, done)
 
 
 def read_ahead(
-    read: Read, batches: Sequence[Sequence[Piece]], *, pinned: bool = False
+    read: Read, batches: Sequence[Sequence[Piece]], device: torch.device | None = None
 ) -> Iterator[NDArray[np.uint8]]:
     """Yield a buffer with the stored bytes of each batch, while the next batch is read.
 
-    A buffer is reused for the batch after the next.
+    A buffer is reused for the batch after the next. ``device`` is where the bytes are copied to.
     """
     sizes = [sum(piece.size_bytes for piece in batch) for batch in batches]
-    buffers = [
-        torch.empty(max(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy()
-        for _ in batches[:HOST_BUFFERS]
-    ]
+    buffers = [host_memory(max(sizes), device) for _ in batches[:HOST_BUFFERS]]
 
     def fetch(number: int) -> NDArray[np.uint8]:
         if number >= len(batches) or not batches[number]:
@@ -252,11 +249,11 @@ def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
     most = max((sum(p.size_bytes for p in one) for by_rank in rounds for one in by_rank), default=0)
     received = np.empty(most, np.uint8)
     buffers = read_ahead(read, [by_rank[rank] for by_rank in rounds])
-    stream = stream_of()
+    streams = streams_of(part.out for held in parts.values() for part in held)
 
     def read_alone() -> None:
-        """Read the chunks that no other rank wants. It runs in another thread; copies to a device
-        wait for work that the caller has queued on the stream."""
+        """Read the chunks that no other rank wants. It runs in another thread; copies to a
+        device wait for work that the caller has queued on its current stream of that device."""
         reads: list[RegionRead] = []
         several: list[Piece] = []
         for chunk in (chunk for chunk, by in holders.items() if by == [rank]):
@@ -266,7 +263,7 @@ def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
                 continue
             kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
             reads.append(kind(part.array, moved(part.within, piece.box.offset), part.out))
-        with behind(stream):
+        with behind(*streams):
             read_through_host(read, reads, limit_bytes, done, several)
 
     failed: Exception | None = None

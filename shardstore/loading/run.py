@@ -238,10 +238,10 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
                 adopted, owners = step(
                     watched(lambda: _adopt(call, context, ranks)),
-                    lambda adopted: claims(adopted.wanted, ranks),
+                    lambda adopted: claims(adopted.wanted),
                     lambda reports: decide_claims(reports, ranks.members),
                 )
-                apply_claims(adopted.wanted, owners, ranks)
+                apply_claims(adopted.wanted, owners, ranks.rank)
                 _, answer = step(
                     lambda: pickle.dumps(_report(call, adopted)),
                     bytes,
@@ -340,7 +340,7 @@ def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _
     if needs_adoption(call.sharded_state_dict):
         return offered, None
     request = _Request.of(call.sharded_state_dict, ranks)
-    return offered, None if claimed(request.wanted, ranks) else request
+    return offered, None if claimed(request.wanted) else request
 
 
 def _adopt(call: LoadCall, context: LoadContext, ranks: Ranks) -> _Request:

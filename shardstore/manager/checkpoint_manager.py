@@ -291,8 +291,9 @@ class CheckpointManager:
         place, about, steps, given, error = self._prepare(step, metrics, options)
         with ExitStack() as stack:
             stack.enter_context(self._steps.using(steps))
-            group = self._group
-            handle = async_save(state, place.place, process_group=group, **given, _error=error)
+            handle = async_save(
+                state, place.place, **given, process_group=self._group, _error=error
+            )
             used = stack.pop_all()
         first = self._is_first  # the process group may be destroyed when the job runs
 
@@ -393,6 +394,7 @@ class CheckpointManager:
         except (TypeError, ValueError) as problem:
             error = problem
         check = partial(_damage_of, callback=callback) if verify_first else lambda _: None
+        given = {"progress": callback, "process_group": self._group}
         infos: dict[int, StepInfo] = {}  # all steps, on rank 0
         damaged: dict[int, str] = {}
         tried = _candidates(steps, infos, step, check, damaged)
@@ -409,13 +411,7 @@ class CheckpointManager:
                 place = steps.place(chosen)
                 if text is None:
                     try:
-                        loaded = load(
-                            state,
-                            place.place,
-                            progress=callback,
-                            process_group=self._group,
-                            **options,
-                        )
+                        loaded = load(state, place.place, **given, **options)
                         break
                     except Exception as problem:
                         if step is not None or ranks.is_broken:

@@ -19,22 +19,22 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from logging import getLogger
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import StorageError
 from shardstore.saving.plan import CutChunk, DevicePart, WritePlan, fetched
 from shardstore.saving.session import SaveSession
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.device import DeviceCopies, page_lock, page_unlock
-from shardstore.storage.movers.parallel import default_threads, in_rounds, run_batched
+from shardstore.storage.movers.device import DeviceCopies, host_memory
+from shardstore.storage.movers.parallel import default_threads, in_rounds, run_batched, start_thread
 from shardstore.strategies.async_utils import AsyncRequest
 
 logger = getLogger(__name__)
@@ -171,32 +171,11 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
 # -- the copy of an asynchronous save --------------------------------------------------------------
 
 
-class _Arena:
-    """Fresh memory, page-locked if it is for a CUDA device.
+class Arena(NamedTuple):
+    """Host memory for the copy of a save, and the device that copies to it, if any."""
 
-    If page-locking fails, the memory stays ordinary memory, and a warning is logged.
-    """
-
-    def __init__(self, size: int, device: torch.device | None) -> None:
-        self.memory = np.empty(max(size, 1), np.uint8)  # NumPy asks the kernel for huge pages
-        self.device = device
-        code = 0 if device is None else page_lock(self.memory, device)
-        self._locked_for = None if code else device
-        if code:
-            logger.warning(
-                "page-locking %d bytes of host memory for staging failed with CUDA error %d: "
-                "device tensors are copied more slowly, and training may wait for it; lower the "
-                "staging budget, or raise the limit of locked memory (ulimit -l)",
-                len(self.memory),
-                code,
-            )
-
-    def unlock(self) -> None:
-        """Undo the page-locking, before the memory is freed."""
-        if self._locked_for is not None and (code := page_unlock(self.memory, self._locked_for)):
-            raise StorageError(
-                f"unlocking pinned memory failed with CUDA error {code}: the device cannot be used"
-            )
+    memory: NDArray[np.uint8]
+    device: torch.device | None
 
 
 class HostPool:
@@ -207,11 +186,10 @@ class HostPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: _Arena | None = None
+        self._free: Arena | None = None
 
-    def take(self, size: int, device: torch.device | None = None) -> _Arena:
-        """Return an arena of at least ``size`` bytes, page-locked for CUDA if it is for a CUDA
-        device.
+    def take(self, size: int, device: torch.device | None = None) -> Arena:
+        """Return an arena of at least ``size`` bytes, see :func:`.host_memory`.
 
         Raises:
             MemoryError, OSError: the system does not have enough memory.
@@ -222,16 +200,13 @@ class HostPool:
             serves = device is None or arena.device is not None
             if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
                 return arena
-            arena.unlock()
             del arena  # free its memory before allocating
-        return _Arena(size, device)
+        return Arena(host_memory(size, device), device)
 
-    def give_back(self, arena: _Arena) -> None:
+    def give_back(self, arena: Arena) -> None:
         """Keep an arena for the next save, in place of the one that is kept."""
         with self._lock:
-            old, self._free = self._free, arena
-        if old is not None:
-            old.unlock()
+            self._free = arena
 
 
 POOL = HostPool()
@@ -278,27 +253,28 @@ class Staging:
                     budget_bytes,
                 )
         sources = [item.source for item in writes if isinstance(item.source, DevicePart)]
-        devices = {source.tensor.device for source in sources if source.tensor.is_cuda}
-        self._devices = {device: DeviceCopies(device) for device in devices}
-        self._arena: _Arena | None = POOL.take(self.arena_bytes, next(iter(devices), None))
+        devices = {source.tensor.device for source in sources if source.stream is not None}
+        self._arena: Arena | None = POOL.take(self.arena_bytes, next(iter(devices), None))
+        self._devices = {device: DeviceCopies(device, self._arena.memory) for device in devices}
         self._last: list[ChunkWrite] = []
         self._complete = threading.Event()
         self.error: BaseException | None = None
         rounds = deque(in_rounds(writes, _size, self.arena_bytes))
+        run = partial(self._run, rounds, write, waits=not overlap)
         if overlap:
-            name = "shardstore-stage"
-            threading.Thread(target=self._run, args=(rounds, write), name=name, daemon=True).start()
+            start_thread(run, name="shardstore-stage", daemon=True)
         else:
-            self._run(rounds, write)
-            self.wait(host=True)
+            run()
 
-    def _run(self, rounds: deque[list[ChunkWrite]], write: Take | None) -> None:
+    def _run(self, rounds: deque[list[ChunkWrite]], write: Take | None, *, waits: bool) -> None:
         try:
             while rounds:
                 if self._last and write is not None:
                     self._wait_for_devices()
                     write(self._last)
                 self._last = self._copied(rounds.popleft())
+            if waits:
+                self._wait_for_devices()
         except BaseException as error:
             self.fail(error)
         finally:
@@ -320,7 +296,7 @@ class Staging:
                 if self.error is not None:
                     raise self.error
                 source = item.source
-                if isinstance(source, DevicePart) and source.tensor.is_cuda:
+                if isinstance(source, DevicePart) and source.stream is not None:
                     self._devices[source.tensor.device].copy(source.tensor, data)
                 else:
                     _copy_bits(data, item.data())
@@ -373,10 +349,13 @@ class Staging:
     def close(self) -> None:
         """Wait for the copying thread and give the memory back. Call it when no thread reads the
         copy any more."""
-        self.wait(host=True)
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            POOL.give_back(arena)
+        try:
+            self.wait(host=True)
+            if self._arena is not None:
+                POOL.give_back(self._arena)
+        finally:  # after an error of a device the memory is not used again
+            self._arena, self._last = None, []
+            self._devices.clear()
 
 
 def _size(item: ChunkWrite) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -179,7 +178,7 @@ class PlainValues:
             for path, digest in self.digests.items()
         }
         structure = _nested(dict.fromkeys(held))
-        differing: defaultdict[Path, list[int]] = defaultdict(list)
+        differing: dict[Path, list[int]] = {}
         for rank in others:
             new: dict[Path, Leaf] = {}
             for path, leaf in pickle.loads(reports[rank]).items():
@@ -189,7 +188,7 @@ class PlainValues:
                 elif leaf.is_array != first.is_array:
                     raise _conflict(url, path, rank, f"rank {owner} has a tensor or another value")
                 elif leaf.digest and first.digest and not self._same(path, first, leaf):
-                    differing[path].append(rank)
+                    differing.setdefault(path, [owner]).append(rank)
             try:
                 united(structure, _nested(dict.fromkeys(new)))
             except StructureError as error:
@@ -209,18 +208,21 @@ class PlainValues:
 
 
 def _tell(differing: Mapping[Path, Sequence[int]], url: str, *, equal: bool) -> None:
-    """Log that copies differ, or raise the error if they must be ``equal``."""
+    """Log that copies differ, or raise the error if they must be ``equal``.
+
+    Args:
+        differing: path -> the rank whose copy is saved, and the ranks whose copies differ.
+        url: target of the save.
+    """
     shown = "; ".join(
-        f"{dotted(path)!r} on ranks {_listed(ranks)}" for path, ranks in [*differing.items()][:8]
+        f"{dotted(path)!r} on ranks {_listed(ranks)} (that of rank {first} is saved)"
+        for path, (first, *ranks) in [*differing.items()][:8]
     )
-    text = (
-        f"saving to {url}: {len(differing)} value(s) differ between ranks, and the first rank's "
-        f"are saved. They differ from it at {shown}. {REMEDY}"
-    )
+    text = f"saving to {url}: {len(differing)} value(s) differ between ranks: {shown}. {REMEDY}"
     if equal:
         path, ranks = next(iter(differing.items()))
         raise AccessPatternError(
-            f"replicas='equal': {text}", key=dotted(path), rank=ranks[0], url=url
+            f"replicas='equal': {text}", key=dotted(path), rank=ranks[1], url=url
         )
     logger.warning("%s; replicas='equal' makes this an error", text)
 

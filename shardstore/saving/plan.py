@@ -85,7 +85,7 @@ class DevicePart:
     """
 
     tensor: torch.Tensor
-    stream: torch.cuda.Stream | None = None
+    stream: torch.Stream | None = None
 
     def __call__(self) -> NDArray[Any]:
         return on_host(self.tensor, self.stream)

@@ -1,8 +1,9 @@
 """One save on one rank, from the first agreement of the ranks to the commit.
 
-The ranks communicate at most three times. First they agree to begin; every rank learns of wrong
-input on any rank before a byte is written. Then they exchange the layouts of flattened and
-irregular tensors, if there are any. At the end they send their manifests to the coordinator, which
+The ranks communicate two to four times. First they agree to begin; every rank learns of wrong
+input on any rank before a byte is written. If they do not all hold the same tensors and objects,
+they compare what they say about them. Then they exchange the layouts of flattened and irregular
+tensors, if there are any. At the end they send their manifests to the coordinator, which
 commits. A strategy finds the session of the folder that it writes to by :func:`session_of`. Without
 a session, a strategy opens one itself.
 """
@@ -25,9 +26,9 @@ import xxhash
 
 from shardstore.coverage import (
     Layouts,
-    check_descriptions,
     check_reports,
-    describe,
+    check_same,
+    digest_of,
     keys_of,
     merge_layouts,
     not_alone,
@@ -230,7 +231,7 @@ class SaveSession:
             if agreed is None:
                 part, agreed = cls._agree(ranks, what, partial(prepare, True), begun)
             assert agreed is not None
-            apply_claims(part.sharded, agreed.owners, ranks)
+            apply_claims(part.sharded, agreed.owners, ranks.rank)
             if agreed.digests is not None and part.plain is not None:
                 ranks.step(
                     what,
@@ -258,31 +259,45 @@ class SaveSession:
         """Return this rank's part of the save, and the agreement; ``None`` if plain tensors must
         become arrays first. ``begun`` receives the coordinator's attempt."""
         prepared: list[Part] = []
+        openings: dict[int, _Opening] = {}  # by rank, on the coordinator
 
         def opening() -> bytes:
             part = prepare()
             prepared.append(part)
-            validate = part.options.validate_access_integrity
+            checks = part.options.validate_access_integrity
             report = _Opening(
                 f"to {part.target.url} with base={part.base and part.base.url}",
-                describe(nested_values(part.sharded)) if validate else b"",
+                digest_of(nested_values(part.sharded)) if checks else b"",
                 bool(not_alone(part.tensors)),
                 None if part.plain is None else part.plain.report(),
                 xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-                claims(part.sharded, ranks),
+                claims(part.sharded),
                 replicas.offer(part.tensors, part.options.replica_group),
             )
-            return pickle.dumps([report])
+            return pickle.dumps(report)
 
         def decide(reports: list[bytes]) -> bytes:
-            openings = [one for report in reports for one in pickle.loads(report)]
-            told = [opening.plain for opening in openings if opening.plain is not None]
+            openings.update(zip(ranks.members, map(pickle.loads, reports), strict=True))
+            told = [one.plain for one in openings.values() if one.plain is not None]
             if plain.must_be_arrays(told):
                 return pickle.dumps(None)
-            return pickle.dumps(_agreed(openings, prepared[0], begun, ranks))
+            first = {one.described: rank for rank, one in reversed(openings.items())}
+            return agree() if len(first) == 1 else pickle.dumps(first)
 
-        _, answer = ranks.step(what, opening, bytes, decide, _joined)
-        return prepared[0], pickle.loads(answer)
+        def compare(reports: list[bytes]) -> bytes:
+            check_same(reports, ranks.members)
+            return agree()
+
+        def agree() -> bytes:
+            return pickle.dumps(_agreed(openings, prepared[0], begun))
+
+        _, answer = ranks.step(what, opening, bytes, decide)
+        (part,) = prepared
+        if isinstance(agreed := pickle.loads(answer), dict):  # the first rank of each digest
+            told = nested_values(part.sharded) if ranks.rank in agreed.values() else ()
+            _, answer = ranks.step(what, lambda: told, report_shards, compare)
+            agreed = pickle.loads(answer)
+        return part, agreed
 
     def run(self, work: Callable[[SaveSession], AsyncRequest | None]) -> AsyncRequest | None:
         """Write this rank's part and commit. Every rank calls it and waits for all others.
@@ -493,32 +508,15 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _joined(reports: Sequence[bytes]) -> bytes:
-    """Join the reports of several ranks into one, with equal descriptions stored once."""
-    known: dict[bytes, bytes] = {}
-    return pickle.dumps(
-        [
-            one._replace(
-                described=known.setdefault(one.described, one.described),
-                claims=known.setdefault(one.claims, one.claims),
-            )
-            for report in reports
-            for one in pickle.loads(report)
-        ]
-    )
-
-
-def _agreed(
-    openings: Sequence[_Opening], part: Part, begun: list[Attempt], ranks: Ranks
-) -> Agreement:
+def _agreed(openings: dict[int, _Opening], part: Part, begun: list[Attempt]) -> Agreement:
     """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
     it."""
-    place, by_rank = openings[0].place, dict(zip(ranks.members, openings, strict=True))
-    for rank, opening in by_rank.items():
-        if opening.place != place:
+    (first, own), *_ = openings.items()
+    for rank, opening in openings.items():
+        if opening.place != own.place:
             raise AccessPatternError(
-                f"rank {ranks.first} saves {place} but rank {rank} {opening.place}; give every "
-                "rank the same place and base",
+                f"rank {first} saves {own.place} but rank {rank} {opening.place}; give every rank "
+                "the same place and base",
                 rank=rank,
             )
     if len(openings) > 1 and (url := part.target.url).startswith("memory://"):
@@ -527,10 +525,8 @@ def _agreed(
             "an object store that all of them see",
             url=url,
         )
-    described = {rank: one.described for rank, one in by_rank.items() if one.described}
-    check_descriptions(described.values(), described)
     common, digests = b"", None
-    told = [opening.plain for opening in openings if opening.plain is not None]
+    told = [opening.plain for opening in openings.values() if opening.plain is not None]
     if part.plain is not None and any(report.has_shards for report in told):
         if part.plain.compared is not None:
             common = pickled(comparable(part.plain.compared))
@@ -539,16 +535,16 @@ def _agreed(
     base = None if part.base is None else read_base(part.base)
     begun.append(attempt := checkpoints.begin(part.target, part.options))
     # The first rank with each set of copies.
-    tellers = {one.copies: rank for rank, one in reversed(by_rank.items()) if one.copies}
+    tellers = {one.copies: rank for rank, one in reversed(openings.items()) if one.copies}
     return Agreement(
         attempt.id,
-        any(opening.needs_layouts for opening in openings),
+        any(opening.needs_layouts for opening in openings.values()),
         common,
         digests,
         base,
-        replicas.agree(opening.offer for opening in openings),
+        replicas.agree(opening.offer for opening in openings.values()),
         list(tellers.values()),
-        decide_claims([opening.claims for opening in openings], ranks.members),
+        decide_claims([opening.claims for opening in openings.values()], [*openings]),
     )
 
 

@@ -12,7 +12,6 @@ import fcntl
 import os
 import sys
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -20,11 +19,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from shardstore.distributed.groups import described, failures_on, group_rank, largest, listed
 from shardstore.errors import CheckpointingException, RanksError
-from shardstore.storage.movers.parallel import yield_to_others
+from shardstore.storage.movers.device import on_current_device
+from shardstore.storage.movers.parallel import start_thread
 
 T = TypeVar("T")
 
@@ -354,7 +352,7 @@ def staged(request: AsyncRequest) -> Callable[[], object]:
 def in_background(
     function: Callable[[], T], *, after: Future[Any] | None = None, daemon: bool = False
 ) -> Future[T]:
-    """Call a function in a thread of its own, with the CUDA device of the caller's thread.
+    """Call a function in a thread of its own, with the current device of the caller's thread.
 
     Args:
         function: the function.
@@ -362,13 +360,8 @@ def in_background(
         daemon: whether an exiting interpreter does not wait for the thread.
     """
     future: Future[T] = Future()
-    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.cuda.current_device() if uses_cuda else None
 
     def work() -> None:
-        yield_to_others()
-        if device is not None:  # a new thread would start with device 0
-            torch.cuda.set_device(device)
         if after is not None:
             wait([after])
         if future.set_running_or_notify_cancel():
@@ -377,7 +370,7 @@ def in_background(
             except BaseException as error:
                 future.set_exception(error)
 
-    threading.Thread(target=work, name="shardstore-save", daemon=daemon).start()
+    start_thread(on_current_device(work), name="shardstore-save", daemon=daemon, yields=True)
     return future
 
 

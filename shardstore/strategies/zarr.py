@@ -169,16 +169,14 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         place: str | Path,
         carry_out: Callable[[SaveSession, WritePlan], AsyncRequest | None],
     ) -> AsyncRequest | None:
-        if (session := session_of(place)) is None:
-            state_dict = among(state_dict, ranks := Ranks.current())
-        tensors = sharded_tensors_of(state_dict)
-
         def work(session: SaveSession) -> AsyncRequest | None:
-            return carry_out(session, self._plan(session, tensors))
+            return carry_out(session, self._plan(session, sharded_tensors_of(state_dict)))
 
-        if session is not None:
+        if (session := session_of(place)) is not None:
             return work(session)
         # The strategy is called directly: begin a save.
+        ranks = Ranks.current()
+        state_dict = among(state_dict, ranks)
         part = Part(
             target=Location.of(place),
             options=self.options,
@@ -302,11 +300,11 @@ def _create_or_open_zarr_arrays(
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
     told = report_shards(not_alone(sharded_tensors))
-    layouts: Layouts = pickle.loads(
-        ranks.together(
-            told, what=what, decide=lambda all_: pickle.dumps(merge_layouts(all_, ranks.members))
-        )
-    )
+
+    def merged(reports: list[bytes]) -> bytes:
+        return pickle.dumps(merge_layouts(reports, ranks.members))
+
+    layouts: Layouts = pickle.loads(ranks.together(told, what=what, decide=merged))
 
     def create() -> None:
         for tensor in sharded_tensors:

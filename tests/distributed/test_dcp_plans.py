@@ -3,6 +3,8 @@ them, and plans that do not fit together."""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.errors import StorageError
+from shardstore.storage.commit.folder import SEEN_S
 from tests.helpers.ranks_helper import run_ranks
 
 KEYS = ("a", "b", "c")
@@ -142,3 +147,34 @@ def test_ranks_that_give_a_tensor_two_types_are_all_told(tmp_path: Path) -> None
         for part in ("'w'", "rank 1 has", "float16", "rank 0 has", "float32"):
             assert part in text
     assert not any(tmp_path.iterdir())
+
+
+def save_in_its_own_folder(rank: int, world_size: int, folder: str) -> str:
+    """Each rank sees a folder of its own at the same path, as nodes with disks of their own do."""
+    os.mkdir(f"{folder}/node-{rank}")
+    os.chdir(f"{folder}/node-{rank}")
+    began = time.monotonic()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state(None), storage_writer=StorageWriter("run/step-1"))
+    assert time.monotonic() - began < SEEN_S / 2
+    assert not os.path.exists("run/step-1")
+    return str(caught.value)
+
+
+def test_a_folder_for_each_node_is_told_soon(tmp_path: Path) -> None:
+    for said in run_ranks(save_in_its_own_folder, 2, str(tmp_path)):
+        assert "not on a file system that all ranks share" in said
+
+
+def test_disks_of_several_machines_are_told_before_anything_is_written(tmp_path: Path) -> None:
+    """The coordinator learns of them from the plans, the first meeting of a save by DCP."""
+    writer = StorageWriter(tmp_path / "run")
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(SavePlan([]))
+    assert plan.storage_data
+    other = replace(plan, storage_data="boot of another machine")
+    with pytest.raises(StorageError, match=r"several machines \(those of ranks \[1, 2\]\)"):
+        writer.prepare_global_plan([plan, plan, other])
+    assert list(tmp_path.iterdir()) == []
+    # A disk that one machine exports, or a network's file system, may be the same for all.
+    writer.prepare_global_plan([plan, plan, replace(plan, storage_data="")])

@@ -124,11 +124,11 @@ def flat_ranges_overlap_or_leave_a_gap(rank: int, world_size: int, folder: Path)
 def ranks_disagree_about_a_tensor(rank: int, world_size: int, folder: Path) -> None:
     dtype = torch.float64 if rank == 2 else torch.float32
     tensor = ShardedTensor.from_rank_offsets("w", torch.ones(2, dtype=dtype), (0, rank, world_size))
-    words = ("'w'", "rank 2", "rank 0", "data type", "float32")
+    words = ("'w'", "rank 2", "rank 0", "dtype", "float32")
     refused({"w": tensor}, folder, *words, kind=AccessPatternError)
     rows = 3 if rank == 1 else 2
     tensor = ShardedTensor.from_rank_offsets("w", torch.ones(rows), (0, rank, world_size))
-    words = ("'w'", "rank 1", "rank 0", "global shape (6,)", "global shape (9,)")
+    words = ("'w'", "rank 1", "rank 0", "global_shape (6,)", "(9,)")
     refused({"w": tensor}, folder, *words, kind=AccessPatternError)
     tensor = ShardedTensor(
         "w", torch.ones(2), torch.float32, (2,), (6 + rank // 2,), (2 * rank,), None

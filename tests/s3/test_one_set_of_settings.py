@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import zarr.codecs
 
 import shardstore
 from shardstore import CheckpointManager
+from shardstore.convert import convert
 from shardstore.errors import ChunkMissingError, StorageError
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -98,6 +100,12 @@ def test_a_slash_at_the_end_of_an_endpoint_is_in_no_request(
     assert [path for path in paths if path.startswith("//")] == []
 
 
+def converted(url: str, options: dict[str, Any]) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        convert(url, f"{folder}/copy", source_options=options)
+        return shardstore.load(state(0), f"{folder}/copy")["b"][0]
+
+
 READERS: dict[str, Callable[[str, dict[str, Any]], object]] = {
     "load": lambda url, options: shardstore.load(state(0), url, storage_options=options)["b"][0],
     "one array": lambda url, options: zarr_strategy._load_from_array(
@@ -108,6 +116,7 @@ READERS: dict[str, Callable[[str, dict[str, Any]], object]] = {
     "verify": lambda url, options: (
         verify(StoredCheckpoint(Location.of(url, options)), print).ok and 3
     ),
+    "convert": converted,
     "manager": lambda url, options: (
         CheckpointManager(url.rpartition("/")[0], storage_options=options)
         .restore(state(0))

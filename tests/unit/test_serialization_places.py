@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import pickle
 import shutil
 import weakref
@@ -17,10 +18,12 @@ import shardstore
 from shardstore import ShardedObject, ShardedTensor, serialization
 from shardstore.errors import (
     AccessPatternError,
+    ArgumentError,
     FormatVersionError,
     NotACheckpointError,
     StorageError,
 )
+from shardstore.storage.stores.location import Location
 
 
 def _state(value: float = 1.0) -> dict[str, object]:
@@ -36,6 +39,29 @@ def test_a_file_url_is_the_same_place_as_its_path(tmp_path: Path) -> None:
         assert shardstore.check_is_distributed_checkpoint(place)
     shardstore.remove_sharded_tensors(f"file://{tmp_path}/a", "w")
     assert shardstore.load_tensors_metadata(tmp_path / "a") == {}
+
+
+@pytest.mark.parametrize("name", ["my run", "50%", "50%25", "a%20b", "ü", "q?x=1#f", "a\nb", "+"])
+def test_a_file_url_with_escapes_is_the_folder_that_they_stand_for(
+    tmp_path: Path, name: str
+) -> None:
+    """RFC 8089, and RFC 3986, section 2.1: as ``Path.as_uri`` writes a path."""
+    folder = tmp_path / name
+    url = folder.as_uri()
+    shardstore.save(_state(7.0), url)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    for place in (folder, url, url.replace("file:///", "FILE://localhost/")):
+        assert torch.equal(shardstore.load(_state(), place)["w"], torch.full((2, 3), 7.0))
+        assert Location.of(place).url == str(folder)
+
+
+def test_escapes_stand_for_bytes(tmp_path: Path) -> None:
+    assert Location.of(f"file://{tmp_path}/%ff").url == os.fsdecode(
+        os.fsencode(tmp_path) + b"/\xff"
+    )
+    assert Location.of(f"file://{tmp_path}/100%").url == f"{tmp_path}/100%"
+    with pytest.raises(ArgumentError, match="NUL"):
+        shardstore.save(_state(), f"file://{tmp_path}/a%00b")
 
 
 @pytest.mark.parametrize("name", ["save", "load", "load_plain_tensors", "load_common_state_dict"])

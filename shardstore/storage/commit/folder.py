@@ -51,6 +51,8 @@ DEFAULT_AGE = timedelta(days=1)
 """Time without writes after which an attempt of another host counts as dead."""
 SEEN_S, POLL_S = 90.0, 0.2
 """Seconds to wait for a folder that another machine created, and between two looks for it."""
+_DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""File systems of one machine, which show a new file at once."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _ASIDE = ".replaced"
@@ -88,10 +90,10 @@ class FolderAttempt(Attempt):
 
     def require_seen(self) -> None:
         """See :meth:`Attempt.require_seen`. A network file system may show a new folder of another
-        machine half a minute late."""
-        deadline = time.monotonic() + SEEN_S
+        machine half a minute late; a disk of this machine shows it at once, or never."""
+        deadline = time.monotonic() + (0 if disk_of(self.target) else SEEN_S)
         while not self.location.exists(OWNER_NAME):
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise self.target.error(
                     " is not on a file system that all ranks share: "
                     f"{self.location.url}, which the coordinator of this save created, is missing "
@@ -374,6 +376,26 @@ def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
     return written < time.time() - older_than.total_seconds()
 
 
+def disk_of(place: Location) -> str:
+    """Return the boot ID of this machine if a place is on a disk of its own, which other machines
+    see through a network file system only; empty if it is not, or if that is unknown."""
+    path = place.url
+    with contextlib.suppress(OSError):
+        while place.is_local and not os.path.exists(path):
+            path = os.path.dirname(path)
+        device = os.stat(path).st_dev
+        name = f" {os.major(device)}:{os.minor(device)} "
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()  # Linux man-pages, proc(5)
+        kinds = {mount.partition(" - ")[2].split()[0] for mount in mounts if name in mount}
+        if kinds and kinds <= _DISKS:
+            return _boot_id()
+    return ""
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def _fresh_id() -> str:
     return f"{_owner()}-{secrets.token_hex(8)}"
 
@@ -389,7 +411,7 @@ def _machine() -> str:
     """Return an identity of this machine, boot and pid namespace."""
     about = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        about.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        about.append(_boot_id())
         about.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256(" ".join(about).encode()).hexdigest()[:12]
 

@@ -171,12 +171,11 @@ class RankManifest:
         return zlib.compress(pickle.dumps(self), 1)
 
     @classmethod
-    def from_bytes(cls, data: bytes, number: int) -> RankManifest:
+    def from_bytes(cls, data: bytes) -> RankManifest:
         """Return the report that a rank of the same job sent.
 
         Args:
             data: result of :meth:`to_bytes`.
-            number: number of the rank, for error texts.
 
         Raises:
             DamagedCheckpointError: the data is not a report.
@@ -187,9 +186,8 @@ class RankManifest:
                 raise TypeError(f"a {type(report).__name__}")
         except Exception as error:  # pickle raises many kinds on damaged input
             raise DamagedCheckpointError(
-                f"the report of rank {number} cannot be read ({error}); do all ranks run the same "
-                "version of shardstore? Save again",
-                rank=number,
+                f"the report of a rank cannot be read ({error}); do all ranks run the same version "
+                "of shardstore? Save again"
             ) from error
         return report
 

@@ -127,9 +127,9 @@ def join(reports: Sequence[bytes]) -> bytes:
 
 def _joined(reports: Iterable[bytes | RankManifest]) -> RankManifest:
     whole = RankManifest(0)
-    for number, report in enumerate(reports):
+    for report in reports:
         if isinstance(report, bytes):
-            report = RankManifest.from_bytes(report, number)
+            report = RankManifest.from_bytes(report)
         whole.join(report)
     return whole
 

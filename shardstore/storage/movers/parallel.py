@@ -7,12 +7,15 @@ when a save in the background may still submit some.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -122,6 +125,30 @@ def run_batched(
     if failures:
         # An interrupt comes before errors that it or the other threads caused.
         raise next((f for f in failures if not isinstance(f, Exception)), failures[0])
+
+
+def start_thread(
+    work: Callable[[], object], *, name: str, daemon: bool = False, yields: bool = False
+) -> None:
+    """Call a function in a new thread or, if the system has no thread left, in this one.
+
+    Args:
+        work: the function; must not raise an error.
+        name: name of the thread.
+        daemon: whether an exiting interpreter does not wait for the thread.
+        yields: whether the thread calls :func:`yield_to_others`.
+    """
+
+    def run() -> None:
+        if yields:
+            yield_to_others()
+        work()
+
+    try:
+        threading.Thread(target=run, name=name, daemon=daemon).start()
+    except RuntimeError as error:
+        logger.warning("%s: the program waits until the work of %s is done", error, name)
+        work()
 
 
 def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:

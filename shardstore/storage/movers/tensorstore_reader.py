@@ -22,17 +22,11 @@ from shardstore.storage.movers.codecs import BadChunkError
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.movers.verify import chunk_error
+from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
-from shardstore.storage.stores.tensorstore import (
-    KvStoreIO,
-    kvstore_spec,
-    plain_words,
-    require_absent,
-    shared_context,
-    wait,
-)
+from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Limit on the bytes of concurrent reads."""
@@ -71,11 +65,9 @@ def open_array(
     metadata.pop("attributes", None)
     if array.zarr_format == 2:
         metadata.pop("zarr_format", None)
-    kvstore = kvstore_spec(location)
-    document = f"{array.node}/{array.document_name}"
     # At another server, every chunk would read as the fill value.
-    if fill_missing and location.is_s3 and not KvStoreIO(location).finds(document):
-        require_absent(location, document)
+    known = f"{array.node}/{array.document_name}" if fill_missing else None
+    kvstore = kvstore_spec(location, known)
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
         "kvstore": {**kvstore, "path": f"{kvstore['path']}{array.node}/"},
@@ -135,11 +127,11 @@ def open_decoded(location: Location, array: ArrayMeta, *, fill_missing: bool = F
     except OSError as error:
         raise explained("opening", url, error) from None
     except Exception as error:  # zarr and its codecs raise many kinds
-        names = documents.codec_names(array.document or b"{}")
+        names = ", ".join(documents.codec_names(array.document or b"{}"))
         raise FormatVersionError(
-            f"key {array.key!r} ({url}) has the codecs {', '.join(names)}, which neither "
-            f"TensorStore ({reason}) nor zarr ({_first_line(error)}) decodes here: "
-            "install the package that registers them with zarr, or write the array with others",
+            f"neither TensorStore ({reason}) nor zarr ({_first_line(error)}) decodes key "
+            f"{array.key!r} ({url}; codecs: {names or 'none'}) here: install the package that "
+            "registers the codec with zarr, or write the array with another one",
             key=array.key,
             url=url,
         ) from error
@@ -229,7 +221,7 @@ def _explained(location: Location, read: RegionRead, text: str, manifest: GetMan
         if f'/{array.node}/{name}"' in text:
             problem = BadChunkError("crc", f"is damaged ({text})")
             if missing:
-                require_absent(location, f"{array.node}/{name}")
+                tensorstore.require_absent(location, f"{array.node}/{name}")
                 problem = BadChunkError("missing", "is missing")
             return chunk_error(array, index, f"{above}/{name}", problem, manifest)
     return StorageError(

@@ -3,7 +3,6 @@ keeps credentials out of errors and logs."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -113,8 +112,7 @@ def scrub(error: BaseException) -> None:
             continue
         seen.add(id(one))
         waiting += [one.__cause__, one.__context__]
-        if isinstance(one, json.JSONDecodeError):
-            one.doc = ""  # what a credential_process printed
+        vars(one).pop("doc", None)  # of a JSONDecodeError: what a credential_process printed
         response = getattr(one, "response", None)
         if isinstance(response, dict) and isinstance(response.get("Error"), dict):
             said = response["Error"]
@@ -123,14 +121,8 @@ def scrub(error: BaseException) -> None:
 
 _DENIED = (
     "the store refuses the credentials: check key, secret and token (or AWS_ACCESS_KEY_ID, "
-    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), and what they are allowed to do in this bucket"
-)
-_ABSENT_PERHAPS = (
-    "; or nothing is there: without s3:ListBucket, a store answers 403 for what is absent"
-)
-_LOCKED = (
-    "the bucket has an object lock, and takes no object without a checksum: give storage_options="
-    "{'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}"
+    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), and what they are allowed to do in this bucket; without "
+    "s3:ListBucket, a store answers 403 also for what is absent"
 )
 _REGION = (
     'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
@@ -143,6 +135,8 @@ _REMEDIES = {
     **dict.fromkeys(("InvalidToken", "ExpiredToken"), _DENIED),
     **dict.fromkeys(("AuthorizationHeaderMalformed", "PermanentRedirect", "301"), _REGION),
     "IllegalLocationConstraintException": _REGION,
+    "InvalidRequest": "the bucket demands more of a request: if it has an object lock, give "
+    "storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}",
     "InvalidBucketName": "the bucket's name is not valid: correct the URL",
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
@@ -152,13 +146,9 @@ _REMEDIES = {
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
 }
 _NOT_THERE = "the store has nothing at this URL: check the endpoint and the URL"
-_CREDENTIALS = (
-    "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
-    "or give storage_options"
-)
 SETTINGS = (
-    "check region, endpoint, profile (AWS_PROFILE) and AWS_* variables; if the profile uses single "
-    "sign-on, log in again (aws sso login); run its credential_process by hand"
+    "check the storage options, or AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE and "
+    "AWS_REGION; with single sign-on, log in again (aws sso login); run credential_process by hand"
 )
 NO_TRUST = (
     "the server's certificate is not trusted (set AWS_CA_BUNDLE, or client_kwargs={'verify': "
@@ -184,45 +174,37 @@ def too_late(url: str, seconds: float) -> StorageError:
     return StorageError(f"{url}: no answer within {seconds:.0f} s; {no_answer(url)}", url=url)
 
 
-def remedy(code: str | None, doing: str = "", text: str = "") -> str:
+def remedy(code: str | None, doing: str = "") -> str:
     """Return the advice for an error that the store returned.
 
     Args:
         code: the store's error code, or the HTTP status.
         doing: the operation that failed. Reads get no advice about saves.
-        text: the store's answer.
     """
-    if "Object Lock" in text:
-        return _LOCKED
     if code == "SlowDown" and doing in _READING:
         return "the store is overloaded: try again later, or with fewer ranks at a time"
-    perhaps = _ABSENT_PERHAPS if code in ("AccessDenied", "403") and doing in _READING else ""
-    return _REMEDIES.get(code or "", "see the store's error message") + perhaps
+    return _REMEDIES.get(code or "", "see the store's error message")
 
 
-def explained(
-    doing: str, url: str, error: BaseException, advice: str | None = None
-) -> StorageError:
+def explained(doing: str, url: str, error: BaseException, advice: str = "") -> StorageError:
     """Return a :class:`StorageError` with a remedy for an error of a store's library.
 
     Args:
         doing: the operation that failed, such as ``reading``.
         url: URL of the document or object.
         error: the error of the library; its credentials are removed.
-        advice: the remedy; ``None``: the one for the error.
+        advice: the remedy; empty: the one for the error.
     """
     scrub(error)
     code = code_of(error)
     name = type(error).__name__
     text = (str(error).strip().splitlines() or [name])[0][:300].rstrip(".")
-    if advice is not None:
+    if advice:
         pass
-    elif code in _REMEDIES or "Object Lock" in str(error):
-        advice = remedy(code, doing, str(error))
-    elif any(word in name for word in ("SSO", "TokenRetrieval", "CredentialRetrieval")):
+    elif code in _REMEDIES:
+        advice = remedy(code, doing)
+    elif any(word in name for word in ("Credential", "Profile", "SSO", "TokenRetrieval")):
         advice = SETTINGS
-    elif name in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
-        advice = _CREDENTIALS
     elif "CERTIFICATE_VERIFY_FAILED" in str(error):
         text, advice = "the connection was refused", NO_TRUST
     elif isinstance(error, PermissionError):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes
 
 from shardstore.errors import (
     ArgumentError,
@@ -55,8 +56,9 @@ def url_of(place: object) -> str:
     # RFC 3986, section 3.1: schemes are case-insensitive.
     url = re.sub(r"^[A-Za-z][A-Za-z0-9+.-]+:/", lambda found: found[0].lower(), _text(place))
     if url.startswith(_FILE):
-        # RFC 8089: an empty host is the local one, as is localhost.
+        # RFC 8089: an empty host is the local one, as is localhost; escapes stand for bytes.
         url = re.sub("^localhost(?=/)", "", url[len(_FILE) :])
+        url = os.fsdecode(unquote_to_bytes(os.fsencode(url)))
         _require(bool(url), place, "is empty: give a path or a URL")
     elif parts := _SCHEME.match(url):
         scheme, rest = parts["scheme"], parts["rest"].strip("/")
@@ -79,19 +81,19 @@ def url_of(place: object) -> str:
             "object stores accepts: leave it out",
         )
         whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
-        slashes = len(parts["slashes"])
         _require(
-            slashes > 1,
+            len(parts["slashes"]) > 1,
             place,
             f"has lost a slash, as URLs do in pathlib.Path: give {whole!r} as a string",
         )
         plain = _VERSION.sub("", whole)
         _require(
-            plain == whole and (slashes == 2 or scheme not in _OF_BUCKETS),
+            plain == whole and (parts["slashes"] == "//" or scheme not in _OF_BUCKETS),
             place,
             "names a version of an object, or has three slashes before the bucket, which not every "
             f"client reads as a part of the name: give {plain!r}",
         )
+    _require("\0" not in url, place, "has a NUL character, which no path may contain")
     # A file system of a chain may answer from a cache, or keep many names in one file, but claims
     # and commits need the store itself.
     is_chain = "://" in url and "::" in url
@@ -113,7 +115,6 @@ def _text(place: object) -> str:
             f"({place!r:.100})"
         )
     _require(bool(url.strip()), place, "is empty: give a path or a URL")
-    _require("\0" not in url, place, "has a NUL character, which no path may contain")
     _require(url == url.lstrip() or "://" not in url, place, "begins with a blank: remove it")
     return url
 

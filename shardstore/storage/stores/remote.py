@@ -420,8 +420,7 @@ class RemoteStore:
         try:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # concurrent first requests would each create a session
-                    settings = (s3.s3_settings, self.fs, self.url)  # it checks what it finds
-                    sync(self.fs.loop, *settings, timeout=_left(deadline))
+                    self.s3_settings()
             found = sync(self.fs.loop, call, *args, timeout=_left(deadline), **kwargs)
         except FSTimeoutError:
             raise too_late(self.url, seconds) from None

@@ -12,16 +12,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
 from shardstore.errors import StorageError
-from shardstore.storage.stores.errors import (
-    CLIENT_OPTIONS,
-    SETTINGS,
-    explained,
-    keep_quiet_about,
-)
+from shardstore.storage.stores.errors import CLIENT_OPTIONS, SETTINGS, explained, keep_quiet_about
 
 LIMITS = {"connect_timeout": 5, "read_timeout": 20}
 """Seconds that s3fs waits for a connection, and for an answer or its next bytes."""
@@ -31,8 +27,8 @@ _DICTS = ("client_kwargs", "config_kwargs", "s3_additional_kwargs")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 _NOT_PLAIN = (
-    "has a character that no header of a request may have, such as a line break at its end: remove "
-    "it from the option, variable, profile or program that it comes from"
+    "has a character that no request may have, such as a line break at its end: remove it from the "
+    "option, variable, profile or program that it comes from"
 )
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?/?")
 _BUCKET = re.compile(r"(?!.*--x-s3$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -85,8 +81,9 @@ def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str 
     for name in _DICTS:
         if not isinstance(options.get(name), Mapping | None):
             return f"{name} must be a dict, not {_kind(options[name])}"
-    if wrong := _unprintable(options):
-        return f"{wrong} {_NOT_PLAIN}"
+    for name, value in chain(*((options.get(d) or {}).items() for d in _DICTS), options.items()):
+        if isinstance(value, str) and not value.isprintable():
+            return f"{name} {_NOT_PLAIN}"
     client = options.get("client_kwargs") or {}
     given = {name: options.get(name) for name in _TEXTS}
     named = ("endpoint_url", "region_name", *CLIENT_OPTIONS)
@@ -104,18 +101,6 @@ def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str 
         if endpoint and (wrong := _wrong_endpoint(endpoint)):
             return f"{name} {wrong}"
     return _wrong_config(options.get("config_kwargs") or {})
-
-
-def _unprintable(options: Mapping[str, Any]) -> str | None:
-    """Return the name of an option with a character that a header cannot have; nested options have
-    dots in their names."""
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            if (inner := _unprintable(value)) is not None:
-                return inner if name == "client_kwargs" else f"{name}.{inner}"
-        elif isinstance(value, str) and not value.isprintable():
-            return name
-    return None
 
 
 def _kind(value: object) -> str:
@@ -236,8 +221,8 @@ async def s3_settings(fs: Any, url: str) -> S3Settings:
     except Exception as error:  # of botocore, of the program, or of the operating system
         raise explained("finding region and credentials of", url, error, SETTINGS) from error
     region = client.meta.region_name
-    names = ("region", "access key", "secret key", "session token")
-    for name, value in zip(names, (region, *(found or ())), strict=False):
+    names = ("access key", "secret key", "session token", "region")
+    for name, value in zip(names, (*(found or ("", "", "")), region), strict=True):
         if value and not value.isprintable():
             raise StorageError(f"{url}: the {name} {_NOT_PLAIN}", url=url)
     return S3Settings(

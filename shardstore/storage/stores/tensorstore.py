@@ -187,17 +187,17 @@ class KvStoreIO(ObjectIO):
                 return data
             there = self._remote.read_range(key, start, stop, size)
             if there is not None:
-                root = "/".join(self._location.url.split("/")[:3])
-                _warn_once(root, self._settings.endpoint)
+                _warn_once(self._location.url)
             return there
 
         return finish
 
-    def finds(self, key: str) -> bool:
-        """Return whether TensorStore finds an object, also if s3fs does."""
+    def require_seen(self, key: str) -> None:
+        """Raise :class:`StorageError` if s3fs finds an object that TensorStore does not find."""
         store = self.opened()
         read = self._begun("reading", key, UNKNOWN_BYTES, store, store.kvs.read(key))
-        return bool(read().state != "missing")
+        if read().state == "missing":
+            require_absent(self._location, key)
 
     def _begun(
         self, doing: str, key: str, size: int, opened: Opened, future: Any
@@ -243,22 +243,20 @@ def wait(
 
 
 _APART = (
-    "s3fs finds an object that TensorStore does not find at {endpoint}: the two clients reach "
-    "different servers; compare HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY in capital and "
-    "small letters, and the names that this machine resolves"
+    "s3fs finds an object that TensorStore does not find: the two clients reach different servers; "
+    "compare HTTP_PROXY, ALL_PROXY and NO_PROXY in capital and small letters"
 )
 
 
 @cache
-def _warn_once(root: str, endpoint: str) -> None:
-    logger.warning("%s: %s. s3fs reads it, more slowly", root, _APART.format(endpoint=endpoint))
+def _warn_once(url: str) -> None:
+    logger.warning("%s: %s. s3fs reads it, more slowly", url, _APART)
 
 
 def require_absent(location: Location, key: str) -> None:
     """Raise :class:`StorageError` if s3fs finds an object that TensorStore does not find."""
     if location.is_s3 and location.exists(key):
-        endpoint = location.remote.s3_settings().endpoint
-        raise location.child(key).error(f": {_APART.format(endpoint=endpoint)}")
+        raise location.child(key).error(f": {_APART}")
 
 
 class RangeError(StorageError):
@@ -271,24 +269,32 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
         said = f"HTTP {status[1]}" if code is None else f"{code[1]} (HTTP {status[1]})"
-        advice = remedy((code or status)[1], doing, text)
+        advice = remedy((code or status)[1], doing)
     else:
         said = plain_words(text)
         advice = NO_TRUST if "curl_code='60'" in text else no_answer(url)
     return StorageError(f"{doing} {url} failed: {said}; {advice}", url=url)
 
 
-def kvstore_spec(location: Location) -> dict[str, Any]:
+def kvstore_spec(location: Location, document: str | None = None) -> dict[str, Any]:
     """Return the specification of the key-value store at a location (TensorStore documentation,
     "file Key-Value Store driver", "s3 Key-Value Store driver").
 
+    Args:
+        location: root of the store.
+        document: an object that TensorStore must find on S3 if s3fs does.
+
     Raises:
-        StorageError: TensorStore has no driver for it, or there are no credentials.
+        StorageError: TensorStore has no driver for it, or there are no credentials, or TensorStore
+            does not find the document.
     """
     if location.is_local:
         return {"driver": "file", "path": f"{location.url}/"}
     if location.is_s3:
-        return KvStoreIO(location).opened().spec
+        io = KvStoreIO(location)
+        if document is not None:
+            io.require_seen(document)
+        return io.opened().spec
     raise location.error(
         ": arrays of other programs can be read from local folders and s3:// alone; copy the "
         "checkpoint there"

@@ -541,11 +541,17 @@ def test_replacing_a_document_is_all_or_nothing(tmp_path: Path) -> None:
     assert content(tmp_path) == {"zarr.json": "new", "folder/x": "x"}
 
 
+@pytest.mark.parametrize("is_disk", [True, False])
 def test_a_folder_that_only_the_coordinator_sees_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disk: bool
 ) -> None:
-    """As on another machine whose disk is its own."""
-    monkeypatch.setattr(commit, "SEEN_S", 0.0)
+    """As on another machine whose disk is its own: a disk has nothing to show later."""
+    if is_disk:
+        assert commit.disk_of(Location.of(tmp_path / "c"))
+        monkeypatch.setattr(commit, "time", SimpleNamespace(monotonic=lambda: 0.0))  # no sleep
+    else:
+        monkeypatch.setattr(commit, "_DISKS", frozenset())
+        monkeypatch.setattr(commit, "SEEN_S", 0.0)
     elsewhere = FolderAttempt(Location.of(tmp_path / "c"), "0-0")
     with pytest.raises(StorageError, match="not on a file system that all ranks share"):
         elsewhere.require_seen()
@@ -556,6 +562,7 @@ def test_a_folder_that_is_seen_late_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a network file system shows it."""
+    monkeypatch.setattr(commit, "_DISKS", frozenset())
     attempt = begin(Location.of(tmp_path / "c"), SaveOptions())
     here, late = attempt.location.url, tmp_path / "late"
     os.rename(here, late)

@@ -155,11 +155,11 @@ def test_running_checksums_of_many_lengths(
 
 def test_a_report_that_is_cut_or_of_another_kind() -> None:
     (whole,) = reports_of(1, 2, 3)
-    assert list(RankManifest.from_bytes(whole, 0).arrays) == ["w0", "w1"]
+    assert list(RankManifest.from_bytes(whole).arrays) == ["w0", "w1"]
     other = zlib.compress(pickle.dumps({"rank": 7}))
     for wrong in (b"", whole[:10], whole[:-1], whole[:-400], other):
-        with pytest.raises(DamagedCheckpointError, match=r"rank 7 .*same version"):
-            RankManifest.from_bytes(wrong, 7)
+        with pytest.raises(DamagedCheckpointError, match="same version"):
+            RankManifest.from_bytes(wrong)
 
 
 def test_the_coordinators_own_report_needs_no_packing() -> None:
