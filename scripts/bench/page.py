@@ -305,7 +305,7 @@ def base_of(clients: Mapping[str, float]) -> str:
 def draw(figures: Medians, source: str, output: Path) -> None:
     """A bar for each client: times as ratios to the client that they are compared with."""
     rows = sum(len(clients) + 1.8 for clients in figures.values())
-    fig, axes = _pyplot().subplots(figsize=(8.0, 0.9 + 0.23 * rows), layout="constrained")
+    fig, axes = pyplot().subplots(figsize=(8.0, 0.9 + 0.23 * rows), layout="constrained")
     place, ticks, names = 0.0, [], []
     longest = 1.0
     for (case, world, measure, unit), clients in figures.items():
@@ -345,7 +345,7 @@ def draw(figures: Medians, source: str, output: Path) -> None:
     base_line = f"{bases.pop()} (dashed)" if len(bases) == 1 else "the bar at the dashed line"
     about = f"Medians, and times as multiples of {base_line}; shorter is better{cut}"
     axes.set_title(f"{about}\n{source}", fontsize=8, color=FAINT, loc="left")
-    _save(fig, output)
+    save_picture(fig, output)
 
 
 def growth(figures: Medians) -> Growth:
@@ -363,7 +363,7 @@ def draw_growth(panels: Growth, source: str, output: Path) -> None:
     """A panel for each time that was measured for several sizes."""
     rows = -(-len(panels) // 2)
     size = (8.0, 0.4 + 2.4 * rows)
-    fig, grid = _pyplot().subplots(rows, 2, figsize=size, layout="constrained", squeeze=False)
+    fig, grid = pyplot().subplots(rows, 2, figsize=size, layout="constrained", squeeze=False)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     for axes, ((what, things), worlds) in zip(grid.flat, panels.items(), strict=False):
@@ -382,12 +382,12 @@ def draw_growth(panels: Growth, source: str, output: Path) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     fig.supxlabel(source, fontsize=8, color=FAINT)
-    _save(fig, output)
+    save_picture(fig, output)
 
 
 def draw_overview(figures: Medians, source: str, output: Path) -> None:
     """The picture of the README: a panel for each of a few times, in seconds."""
-    fig, panels = _pyplot().subplots(2, 2, figsize=(8.0, 4.3), layout="constrained")
+    fig, panels = pyplot().subplots(2, 2, figsize=(8.0, 4.3), layout="constrained")
     for axes, (title, group) in zip(panels.flat, PANELS, strict=True):
         clients = figures[group]
         limit = min((c for c in clients if c in LIMITS), key=clients.__getitem__)
@@ -405,7 +405,7 @@ def draw_overview(figures: Medians, source: str, output: Path) -> None:
         axes.set_title(title, fontsize=9, color=INK, loc="left", weight="bold")
     about = f"Median seconds; shorter is better. Only shardstore keeps checksums.\n{source}"
     fig.supxlabel(about, fontsize=8, color=FAINT)
-    _save(fig, output)
+    save_picture(fig, output)
 
 
 def _label(axes: Any, x: float, y: float, text: str, **font: Any) -> None:
@@ -445,7 +445,8 @@ def _frameless(axes: Any) -> None:
     axes.tick_params(left=False)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib.pyplot, which draws the same picture of the same figures whenever it is run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -458,7 +459,8 @@ def _pyplot() -> Any:
     return plt
 
 
-def _save(fig: Any, output: Path) -> None:
+def save_picture(fig: Any, output: Path) -> None:
+    """Write the SVG, without a date."""
     import matplotlib.pyplot as plt
 
     fig.savefig(output, metadata={"Date": None})
