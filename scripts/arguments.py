@@ -103,11 +103,3 @@ def run_of_benchmark(text: str) -> Path:
     if not isinstance(data, dict) or not {"samples", "notes"} <= set(data):
         raise ArgumentTypeError(f"{text} is not what `benchmark COMMAND --json` writes")
     return path
-
-
-def page_of_figures(text: str) -> Path:
-    """A Markdown file that `benchmark page` wrote."""
-    path = Path(text)
-    if not path.is_file():
-        raise ArgumentTypeError(f"{text}: there is no such file")
-    return path

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import socket
 import time
@@ -107,43 +106,20 @@ LINES = {
 
 def draw(output: Path) -> None:
     """Print the simulated seconds, and draw them."""
-    width, height, left, top, right = 760, 340, 60, 20, 270
-    lows, highs = (math.log10(WORLDS[0]), -3.0), (math.log10(WORLDS[-1]), 3.0)
+    from bench.page import LIMIT, pyplot, save_picture
 
-    def place(world: float, seconds: float) -> tuple[float, float]:
-        x = (math.log10(world) - lows[0]) / (highs[0] - lows[0])
-        y = (math.log10(seconds) - lows[1]) / (highs[1] - lows[1])
-        return left + x * (width - left - right), top + (1 - y) * (height - top - 40)
-
-    parts = []
-    for world in WORLDS:
-        x, y = place(world, 1e-3)
-        parts.append(f'<text x="{x:.0f}" y="{y + 18:.0f}" text-anchor="middle">{world:,}</text>')
-    for power in range(-3, 4):
-        x, y = place(WORLDS[0], 10.0**power)
-        parts.append(f'<path d="M{x:.0f} {y:.0f}H{width - right}" stroke="#dbe2ea"/>')
-        parts.append(
-            f'<text x="{x - 8:.0f}" y="{y + 4:.0f}" text-anchor="end">{10.0**power:g} s</text>'
-        )
-    labels = []
+    fig, axes = pyplot().subplots(figsize=(8.0, 3.8), layout="constrained")
     for name, (model, colour) in LINES.items():
-        found = [model(world) for world in WORLDS]
-        times = list(zip(WORLDS, found, strict=True))
+        times = [(world, model(world)) for world in WORLDS]
         print(name, *(f"{world:,}: {seconds:.3g} s" for world, seconds in times), sep="\n  ")
-        points = [place(*point) for point in times]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        labels.append((points[-1][1], colour, name))
-    y = 0.0
-    for at, colour, name in sorted(labels):
-        y = max(at, y + 15)
-        parts.append(f'<text x="{width - right + 8}" y="{y + 4:.0f}" fill="{colour}">{name}</text>')
-    x, y = place(WORLDS[3], 1e-3)
-    parts.append(f'<text x="{x:.0f}" y="{y + 36:.0f}" text-anchor="middle">ranks</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-    style = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2937">'
-    page = '<rect width="100%" height="100%" fill="#fff"/>'  # legible on a dark page too
-    output.write_text("\n".join([head + style, page, *parts, "</svg>"]) + "\n")
+        axes.loglog(*zip(*times, strict=True), color=colour, label=name)
+    axes.set_xticks(WORLDS, [f"{world:,}" for world in WORLDS])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g} s")
+    axes.set_xlabel("ranks")
+    axes.grid(axis="y", color=LIMIT)
+    axes.legend(frameon=False)
+    save_picture(fig, output)
 
 
 def run_ranks(world: int, work: Callable[[int, int], None]) -> None:

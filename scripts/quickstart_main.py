@@ -120,7 +120,8 @@ def store(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     if options.checkpoint:
         yield f"{options.checkpoint.rstrip('/')}/quickstart-{uuid.uuid4().hex[:8]}"
     elif options.s3:
-        from s3_servers import ServerFailed, embedded_server
+        sys.path.append(str(HERE.parent))
+        from testing.s3_servers import ServerFailed, embedded_server
 
         try:
             with embedded_server(folder / "s3-server") as embedded:

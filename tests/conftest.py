@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 import shardstore
-from scripts.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
+from testing.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
 
 assert shardstore
 # TensorStore reads it once, when it is imported: a silence in a test need not last 15 seconds.

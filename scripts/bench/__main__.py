@@ -21,16 +21,17 @@ from arguments import (
     writable_folder,
 )
 
-from bench import machine, page, pictures
+from bench import page
 from bench.background import ASYNC, GPU
 from bench.bucket import Bucket
 from bench.cases import DISK, S3
 from bench.cli import CLI
-from bench.clients import MEGATRON, ORBAX
-from bench.machine import Disk
+from bench.clients import MEGATRON
 from bench.results import command_and_date
 from bench.runs import Case, Run
 from bench.scale import RANKS, SCALE
+from testing import machine
+from testing.machine import Disk
 
 NEEDED_BYTES = 8 * 2**30
 """Of free space on the disk, at scale 1."""
@@ -49,10 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     disk = _add(commands, "disk", "saves and loads on a local disk", DISK, ranks=(1, 4))
-    for name in (MEGATRON, ORBAX):
-        option = f"--{name.partition('-')[0]}-python"
-        help = f"interpreter with what {name} needs (default: made by scripts/*_env)"
-        disk.add_argument(option, metavar="PYTHON", help=help)
+    help = f"interpreter with what {MEGATRON} needs (default: made by scripts/megatron_env)"
+    disk.add_argument("--megatron-python", metavar="PYTHON", help=help)
     server = (
         "saves and loads on an S3 server: Ceph's gateway (scripts/s3_server start), or the one "
         "that AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY name; in "
@@ -67,7 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add(commands, "cli", "the command line's start, and verification", CLI)
     page.add_parser(commands)
-    pictures.add_parser(commands)
     return parser
 
 
@@ -112,8 +110,7 @@ def _measure(options: argparse.Namespace) -> int:
             print(f"too little space in {root.parent}", file=sys.stderr)
             return 2
         bucket = Bucket() if options.command == "s3" else None
-        named = {MEGATRON: "megatron_python", ORBAX: "orbax_python"}
-        given = {client: getattr(options, name, None) for client, name in named.items()}
+        megatron = getattr(options, "megatron_python", None)
         run = Run(
             root=root,
             store=bucket or Disk(root),
@@ -121,7 +118,7 @@ def _measure(options: argparse.Namespace) -> int:
             scale=options.scale,
             ranks=options.ranks,
             clients=options.clients,
-            pythons={client: python for client, python in given.items() if python},
+            pythons={MEGATRON: megatron} if megatron else {},
             device=options.device,
         )
         notes = run.results.notes

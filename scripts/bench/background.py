@@ -29,11 +29,11 @@ from bench.clients import (
     PLAIN,
     SAFETENSORS,
 )
-from bench.machine import claim_memory
-from bench.memory import Sampler
 from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
 from bench.worker import DeviceMemory, Rank
+from testing.machine import claim_memory
+from testing.memory import Sampler
 
 MIB = 2**20
 STALL, FIRST, STAGED, DURABLE = "stall", "stall, first call", "until staged", "until durable"

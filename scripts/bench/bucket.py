@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from s3_servers import S3Server, radosgw
+from testing.s3_servers import S3Server, radosgw
 
-DELAY = Path(__file__).with_name("delay.py")
-PROXY = Path(__file__).resolve().parents[2] / "tests" / "helpers" / "s3_proxy.py"
+ROOT = Path(__file__).resolve().parents[2]
+DELAY = ROOT / "testing" / "delay.py"
+PROXY = ROOT / "testing" / "s3_proxy.py"
 
 
 class Bucket:

@@ -20,12 +20,12 @@ from bench.clients import (
     S3_DIRECT,
 )
 from bench.clients.raw_s3 import SMALL_CONCURRENCY
-from bench.machine import drop_from_cache
-from bench.memory import BytesRead
 from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
 from bench.worker import Rank
 from bench.workload import Entry, build, gpt
+from testing.machine import drop_from_cache
+from testing.memory import BytesRead
 
 MIB = 2**20
 SAVE_SYNC, SAVE = "save + one sync", "save, no sync"

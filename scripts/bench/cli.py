@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import shardstore
-from bench.machine import drop_from_cache
 from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
+from testing.machine import drop_from_cache
 
 BARE, IMPORT, LS = "python alone", "import shardstore", "shardstore ls"
 PLAIN = ("list and read, 1 thread", "list and read, 2 threads")

@@ -16,8 +16,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from bench.machine import claim_memory, no_throttling
-from bench.memory import Sampler
+from testing.machine import claim_memory, no_throttling
+from testing.memory import Sampler
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 COMMAND_TIMEOUT_S = 1800.0

@@ -1,9 +1,10 @@
-"""`benchmark page`: the page of figures, made from what the runs wrote as JSON, with pictures.
+"""`benchmark page`: the page of figures and its pictures, made from the JSON of the runs.
 
-Each file becomes a section: machine, command, versions, targets met and missed, and every figure.
-Of an earlier version of the page, the sections without a file stay, and so do the notes that people
-wrote between its two marks. The page begins with the targets met and missed, and with where a peer
-is faster and where it is not.
+Each run becomes a section with machine, command, versions, targets met and missed, and every
+figure. The page begins with the targets met and missed, and with where a peer is faster and where
+it is not. The folder beside the page, with its name, keeps the JSON and the pictures: without a
+file, `benchmark page` makes both again. Of an earlier version of the page, the notes that people
+wrote between its two marks stay.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from arguments import new_file, run_of_benchmark
 
-from bench import pictures
-from bench.clients import LIMITS, OURS
+from bench.clients import BUDGET, DCP_OURS, LIMITS, OURS
 from bench.results import Results, amount
 
 Row = Sequence[str]
-Group = tuple[str, int, str]
-Sections = Mapping[str, str]
-"""Name of a run -> its part of the page."""
+Group = tuple[str, int, str, str]
+"""Case, number of ranks, measure, unit."""
+Figures: TypeAlias = dict[Group, dict[str, list[float]]]
+"""Samples of each client."""
+Medians = Mapping[Group, Mapping[str, float]]
+Growth: TypeAlias = dict[tuple[str, str], dict[int, dict[int, float]]]
+"""What was measured, and things counted -> ranks -> number of things -> seconds."""
+Runs = Mapping[str, Results]
+"""By name."""
 HEAD = ("case", "ranks", "measure", "client", "median", "range", "to shardstore")
 TARGETS = ("case", "target", "measured", "")
+WORDS = {True: "pass", False: "FAIL", None: "not measured"}
 INTRODUCTION = (
     "Made by `scripts/benchmark page` from the files that `scripts/benchmark COMMAND --json` "
     "wrote. Figures are medians; the clients of a round ran one after the other on the same "
@@ -34,10 +43,59 @@ INTRODUCTION = (
 )
 NOTES = ("<!-- notes: begin -->", "<!-- notes: end -->")
 """Marks around what people wrote."""
-_SECTION = re.compile(r"^## (\S+)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
-_TARGET = re.compile(
-    r"^\| ([^|]+) \| ([^|]+) \| ([^|]*) \| (pass|FAIL|not measured) \|", re.MULTILINE
+
+OVERVIEW = "overview"
+_SYNC, _WARM = "save + one sync", "load, warm cache"
+PANELS: Sequence[tuple[str, Group]] = (
+    ("Save 2 GiB on 4 ranks, one sync", ("save-load", 4, _SYNC, "s")),
+    ("Load it, page cache warm", ("save-load", 4, _WARM, "s")),
+    ("Save 2.4 GiB of flattened\noptimizer ranges, 8 ranks", ("flattened", 8, _SYNC, "s")),
+    ("Load them, page cache warm", ("flattened", 8, _WARM, "s")),
 )
+"""Title and figures of each panel of the overview."""
+NAMES = {
+    "raw-1": "plain files, 1 thread",
+    "raw-2": "plain files, 2 threads",
+    "raw-tensorstore": "plain requests, TensorStore",
+    "raw-obstore": "plain requests, obstore",
+    "raw-ts-documents": "twice as many requests, TensorStore",
+    "raw-ob-documents": "twice as many requests, obstore",
+    "dcp-best": "DCP, 2 threads",
+    "dcp-default": "DCP, default",
+    DCP_OURS: "DCP over shardstore",
+    "dcp-shardstore-root-only": "the same, root document only",
+    "shardstore-root-only": "shardstore, root document only",
+    "dcp-s3": "DCP over s3fs, 2 threads",
+    "dcp-s3-default": "DCP over s3fs, default",
+    "megatron-zarr": "Megatron 0.15.3 zarr",
+    "shardstore, 256 MiB": "staging budget of 256 MiB",
+    BUDGET: "staging budget of 256 MiB",
+}
+CASES = {
+    "save-load": "GPT of 2 GiB",
+    "dcp": "GPT of 2 GiB through DCP",
+    "flattened": "2.4 GiB of flattened optimizer ranges",
+    "small": "20,000 small arrays",
+    "memory": "",
+    "s3-chunks": "64 tensors of 32 MiB",
+    "s3-arrays": "2,000 arrays of 16 KiB",
+    "s3-latency": "2,000 arrays of 16 KiB, 50 ms a request",
+    "s3-memory": "64 tensors of 32 MiB",
+    "s3-dcp": "GPT of 2 GiB through DCP",
+    "stall": "Asynchronous save",
+    "train": "Training during an asynchronous save",
+    "base": "Save upon a base, one chunk in 20 changed",
+    "replicas": "Load of replicas that share 250 MB/s",
+    "loads": "Load",
+    "start": "Command line",
+    "verify": "",
+    "cli": "",
+}
+"""What the title of a group says of its case; nothing where the measure says it all."""
+MINE, PEER, LIMIT, INK, FAINT = "#0f766e", "#94a3b8", "#dbe2ea", "#1f2937", "#64748b"
+MAX_SHOWN = 12.0
+"""Longer bars are cut, and say how long they are."""
+_SIZE = re.compile(r"(.+), ([\d,]+) (tensors|chunks)")
 
 
 def add_parser(commands: Any) -> None:
@@ -53,65 +111,58 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write page and pictures; 0."""
-    before = options.markdown.read_text("utf-8") if options.markdown.exists() else ""
-    _, begin, rest = before.partition(NOTES[0])
-    notes, end, rest = rest.partition(NOTES[1])
-    kept = notes.strip() if begin and end else ""
-    sections = sections_of(rest or before)
+    """Keep the JSON, write page and pictures; 0."""
+    page: Path = options.markdown
+    folder = page.with_suffix("")
+    folder.mkdir(exist_ok=True)
     for file in options.json:
-        results = Results.from_dict(json.loads(file.read_text()))
-        picture = f"{options.markdown.stem}/{file.stem}.svg"
-        sections[file.stem] = section(file.stem, results, picture)
-    options.markdown.write_text(page(sections, kept), encoding="utf-8")
-    pictures.draw_all(options.markdown)
-    print(options.markdown)
+        if file.parent.resolve() != folder.resolve():
+            shutil.copy(file, folder)
+    runs = {
+        file.stem: Results.from_dict(json.loads(file.read_text()))
+        for file in sorted(folder.glob("*.json"))
+    }
+    before = page.read_text("utf-8") if page.exists() else ""
+    notes, end, _ = before.partition(NOTES[0])[2].partition(NOTES[1])
+    drawn = draw_all(runs, folder)
+    page.write_text(text_of(runs, drawn, folder.name, notes.strip() if end else ""), "utf-8")
+    print(page)
     return 0
 
 
-def sections_of(page: str) -> dict[str, str]:
-    """The sections of the runs on a page."""
-    return {name: text.strip() for name, text in _SECTION.findall(page)}
-
-
-def page(sections: Sections, notes: str = "") -> str:
-    """The page as Markdown; `notes` are people's."""
+def text_of(runs: Runs, drawn: Sequence[str], folder: str, notes: str = "") -> str:
+    """The page as Markdown, with the pictures that were drawn; `notes` are people's."""
     parts = [
         "# Benchmarks",
         INTRODUCTION,
         "\n\n".join((NOTES[0], notes, NOTES[1])) if notes else "",
         "## In short",
-        "\n".join(_missed(name, text) for name, text in sections.items()),
+        "\n".join(line for name, results in runs.items() for line in _missed(name, results)),
         "### Where a peer is faster",
-        _compared(sections, slower=True),
+        _compared(runs, slower=True),
         "### Where no peer is faster",
-        _compared(sections, slower=False),
-        *(f"## {name}\n\n{text}" for name, text in sections.items()),
+        _compared(runs, slower=False),
     ]
+    for name, results in runs.items():
+        notes_of = results.notes
+        parts += [
+            f"## {name}",
+            f"![{name}]({folder}/{name}.svg)" if name in drawn else "",
+            "`{command}`, {date}; {repeats} rounds, scale {scale}.".format(**notes_of),
+            "\n".join(f"- {line}" for line in _about(notes_of)),
+            text(results),
+        ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def section(name: str, results: Results, picture: str) -> str:
-    """The section of a run, without its heading."""
-    notes, figures = results.notes, _pipes(HEAD, _figures(results))
-    drawn = pictures.figures_of(figures)
-    has_picture = pictures.compared(drawn) or pictures.growth(drawn)
-    parts = [
-        f"![{name}]({picture})" if has_picture else "",
-        f"`{notes['command']}`, {notes['date']}; {notes['repeats']} rounds, "
-        f"scale {notes['scale']}.",
-        "\n".join(f"- {line}" for line in _about(notes)),
-        _pipes(TARGETS, _verdicts(results)) if results.targets else "",
-        figures,
-        *_failures(results),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
 def text(results: Results) -> str:
-    """The tables of one run."""
-    tables = [_pipes(HEAD, _figures(results)), _pipes(TARGETS, _verdicts(results))]
-    return "\n\n".join([*tables, *_failures(results)])
+    """The tables of one run: targets, figures, and what failed."""
+    verdicts = [
+        (v.case, v.target, "" if v.value is None else amount(v.value), WORDS[v.ok])
+        for v in results.targets
+    ]
+    tables = [_pipes(TARGETS, verdicts)] if verdicts else []
+    return "\n\n".join([*tables, _pipes(HEAD, list(_rows(results))), *_failures(results)])
 
 
 def _about(notes: dict[str, Any]) -> Iterator[str]:
@@ -132,40 +183,33 @@ def _about(notes: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _groups(results: Results) -> dict[Group, dict[str, list[float]]]:
-    """(case, ranks, measure) -> client -> samples."""
-    found: dict[Group, dict[str, list[float]]] = {}
-    for sample in results.samples:
-        clients = found.setdefault((sample.case, sample.world, sample.measure), {})
-        clients.setdefault(sample.client, []).append(sample.value)
+def figures_of(results: Results) -> Figures:
+    """All samples, by figure and client."""
+    found: Figures = {}
+    for s in results.samples:
+        group = found.setdefault((s.case, s.world, s.measure, s.unit), {})
+        group.setdefault(s.client, []).append(s.value)
     return found
 
 
-def _units(results: Results) -> dict[str, str]:
-    return {sample.measure: sample.unit for sample in results.samples}
+def medians_of(results: Results) -> Medians:
+    """The median of each client, for the figures in seconds and in bytes."""
+    return {
+        group: {client: median(values) for client, values in clients.items()}
+        for group, clients in figures_of(results).items()
+        if group[3] in ("s", "bytes")
+    }
 
 
-def _figures(results: Results) -> list[Row]:
-    rows: list[Row] = []
-    units = _units(results)
-    for (case, world, measure), clients in _groups(results).items():
-        unit = units[measure]
+def _rows(results: Results) -> Iterator[Row]:
+    for (case, world, measure, unit), clients in figures_of(results).items():
         ours = median(clients[OURS]) if OURS in clients and unit == "s" else 0.0
         for client, values in clients.items():
             low, middle, high = (
                 _format(v, unit) for v in (min(values), median(values), max(values))
             )
             ratio = f"{median(values) / ours:.2f}" if ours else ""
-            rows.append((case, str(world), measure, client, middle, f"{low} - {high}", ratio))
-    return rows
-
-
-def _verdicts(results: Results) -> list[Row]:
-    words = {True: "pass", False: "FAIL", None: "not measured"}
-    return [
-        (v.case, v.target, "" if v.value is None else amount(v.value), words[v.ok])
-        for v in results.targets
-    ]
+            yield case, str(world), measure, client, middle, f"{low} - {high}", ratio
 
 
 def _failures(results: Results) -> list[str]:
@@ -176,23 +220,21 @@ def _failures(results: Results) -> list[str]:
     ]
 
 
-def _missed(name: str, section: str) -> str:
-    targets = _TARGET.findall(section)
-    met = sum(verdict == "pass" for *_, verdict in targets)
-    lines = [f"- **{name}**: {met} of {len(targets)} targets met."]
-    for case, target, value, verdict in targets:
-        if verdict == "FAIL":
-            lines.append(f"    - missed: {case}, {target}: {value}")
-        elif verdict == "not measured":
-            lines.append(f"    - not measured: {case}, {target}")
-    return "\n".join(lines)
+def _missed(name: str, results: Results) -> Iterator[str]:
+    met = sum(verdict.ok is True for verdict in results.targets)
+    yield f"- **{name}**: {met} of {len(results.targets)} targets met."
+    for v in results.targets:
+        if v.ok is None:
+            yield f"    - not measured: {v.case}, {v.target}"
+        elif not v.ok:
+            yield f"    - missed: {v.case}, {v.target}: {amount(v.value or 0.0)}"
 
 
-def _compared(sections: Sections, *, slower: bool) -> str:
+def _compared(runs: Runs, *, slower: bool) -> str:
     """Every time that we and a peer were measured in, with the fastest peer; the widest first."""
     rows: list[tuple[float, Row]] = []
-    for name, section in sections.items():
-        for (case, world, measure, unit), clients in pictures.figures_of(section).items():
+    for name, results in runs.items():
+        for (case, world, measure, unit), clients in medians_of(results).items():
             peers = {
                 clients[peer] / clients[OURS]: peer
                 for peer in clients
@@ -219,3 +261,207 @@ def _format(value: float, unit: str) -> str:
 
 def _pipes(head: Row, rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def draw_all(runs: Runs, folder: Path) -> list[str]:
+    """Draw a picture of each run that compares clients or sizes, and the overview; the names."""
+    everything: dict[Group, Mapping[str, float]] = {}
+    sources, drawn = dict[Group, str](), []
+    for name, results in runs.items():
+        medians, source = medians_of(results), source_of(results.notes)
+        several = {
+            g: found for g, found in medians.items() if len(found) > 1 and any(found.values())
+        }
+        everything |= several
+        sources |= dict.fromkeys(several, source)
+        if several:
+            draw(several, source, folder / f"{name}.svg")
+        elif panels := growth(medians):
+            draw_growth(panels, source, folder / f"{name}.svg")
+        else:
+            continue
+        drawn.append(name)
+    if all(group in sources for _, group in PANELS):
+        shown = {sources[group] for _, group in PANELS}
+        draw_overview(everything, "; ".join(sorted(shown)), folder / f"{OVERVIEW}.svg")
+    return drawn
+
+
+def source_of(notes: Mapping[str, Any]) -> str:
+    """Version and machine of a run."""
+    machine, versions = notes["machine"], notes.get("versions", {}).get("shardstore", {})
+    version = f"shardstore {versions['shardstore']}" if "shardstore" in versions else ""
+    disk = machine["file_system"].split()[0]
+    return ", ".join(
+        filter(None, (version, machine["processor"], f"{machine['cores']} cores", disk))
+    )
+
+
+def base_of(clients: Mapping[str, float]) -> str:
+    """The client that the others are compared with: shardstore, or else the first."""
+    return next((own for own in (OURS, DCP_OURS) if own in clients), next(iter(clients)))
+
+
+def draw(figures: Medians, source: str, output: Path) -> None:
+    """A bar for each client: times as ratios to the client that they are compared with."""
+    rows = sum(len(clients) + 1.8 for clients in figures.values())
+    fig, axes = pyplot().subplots(figsize=(8.0, 0.9 + 0.23 * rows), layout="constrained")
+    place, ticks, names = 0.0, [], []
+    longest = 1.0
+    for (case, world, measure, unit), clients in figures.items():
+        base = clients[base_of(clients)]
+        ratios = unit == "s" and base > 0
+        scale = base if ratios else max(clients.values()) / MAX_SHOWN
+        axes.text(
+            0,
+            place,
+            _title(case, world, measure),
+            weight="bold",
+            va="center",
+            fontsize=9,
+            color=INK,
+        )
+        top = place
+        for client, value in clients.items():
+            place += 1
+            shown = min(value / scale, MAX_SHOWN)
+            longest = max(longest, value / scale)
+            axes.barh(place, shown, color=_colour(client), height=0.78)
+            ratio = f" ({value / base:.2f}x)" if ratios and value != base else ""
+            _label(axes, shown, place, _text(value, unit) + ratio)
+            ticks.append(place)
+            names.append(_name(client))
+        if ratios:
+            line = {"color": INK, "linewidth": 0.7, "dashes": (3, 2)}
+            axes.plot([1, 1], [top + 0.55, place + 0.45], **line)
+        place += 1.8
+    axes.set_yticks(ticks, names, fontsize=8, color=INK)
+    axes.set_ylim(place - 1.2, -0.8)
+    axes.set_xlim(0, min(longest, MAX_SHOWN) * 1.28)
+    axes.set_xticks([])
+    _frameless(axes)
+    bases = {_name(one) for one in map(base_of, figures.values())}
+    cut = f"; bars are cut at {MAX_SHOWN:g}x" if longest > MAX_SHOWN else ""
+    base_line = f"{bases.pop()} (dashed)" if len(bases) == 1 else "the bar at the dashed line"
+    about = f"Medians, and times as multiples of {base_line}; shorter is better{cut}"
+    axes.set_title(f"{about}\n{source}", fontsize=8, color=FAINT, loc="left")
+    save_picture(fig, output)
+
+
+def growth(figures: Medians) -> Growth:
+    """The times that were measured for several sizes."""
+    lines: Growth = {}
+    for (_, world, measure, unit), clients in figures.items():
+        if unit == "s" and (found := _SIZE.fullmatch(measure)):
+            what, size, things = found.groups()
+            worlds = lines.setdefault((what, things), {})
+            worlds.setdefault(world, {})[int(size.replace(",", ""))] = next(iter(clients.values()))
+    return {key: w for key, w in lines.items() if any(len(line) > 1 for line in w.values())}
+
+
+def draw_growth(panels: Growth, source: str, output: Path) -> None:
+    """A panel for each time that was measured for several sizes."""
+    rows = -(-len(panels) // 2)
+    size = (8.0, 0.4 + 2.4 * rows)
+    fig, grid = pyplot().subplots(rows, 2, figsize=size, layout="constrained", squeeze=False)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    for axes, ((what, things), worlds) in zip(grid.flat, panels.items(), strict=False):
+        for (world, line), colour in zip(worlds.items(), (PEER, INK, MINE), strict=False):
+            axes.loglog(*zip(*line.items(), strict=True), "o-", color=colour, markersize=4)
+            axes.lines[-1].set_label(f"{world:,} ranks")
+        axes.set_title(what[0].upper() + what[1:], fontsize=9, color=INK, loc="left", weight="bold")
+        axes.set_xlabel(things, fontsize=8, color=INK)
+        axes.set_ylabel("seconds", fontsize=8, color=INK)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,.10g}")
+            axis.set_minor_formatter("")
+        axes.tick_params(labelsize=8, colors=INK)
+        axes.grid(True, color=LIMIT, linewidth=0.6)
+        axes.legend(fontsize=7, frameon=False)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    fig.supxlabel(source, fontsize=8, color=FAINT)
+    save_picture(fig, output)
+
+
+def draw_overview(figures: Medians, source: str, output: Path) -> None:
+    """The picture of the README: a panel for each of a few times, in seconds."""
+    fig, panels = pyplot().subplots(2, 2, figsize=(8.0, 4.3), layout="constrained")
+    for axes, (title, group) in zip(panels.flat, PANELS, strict=True):
+        clients = figures[group]
+        limit = min((c for c in clients if c in LIMITS), key=clients.__getitem__)
+        shown = [c for c in clients if c not in LIMITS or c == limit]
+        for place, client in enumerate(shown):
+            axes.barh(place, clients[client], color=_colour(client), height=0.74)
+            weight = "bold" if client == OURS else "normal"
+            _label(axes, clients[client], place, _text(clients[client], "s"), weight=weight)
+        names = ["plain files" if c == limit else _name(c) for c in shown]
+        axes.set_yticks(range(len(shown)), names, fontsize=9, color=INK)
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(clients[c] for c in shown) * 1.2)
+        axes.set_xticks([])
+        _frameless(axes)
+        axes.set_title(title, fontsize=9, color=INK, loc="left", weight="bold")
+    about = f"Median seconds; shorter is better. Only shardstore keeps checksums.\n{source}"
+    fig.supxlabel(about, fontsize=8, color=FAINT)
+    save_picture(fig, output)
+
+
+def _label(axes: Any, x: float, y: float, text: str, **font: Any) -> None:
+    """A figure at the end of a bar, legible where a line crosses it."""
+    offset = {"xytext": (4, 0), "textcoords": "offset points"}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    axes.annotate(text, (x, y), **offset, va="center", fontsize=8, color=INK, bbox=box, **font)
+
+
+def _title(case: str, world: int, measure: str) -> str:
+    ranks = f"{world} ranks" if world != 1 else ""
+    about = ", ".join(filter(None, (CASES.get(case, case), ranks)))
+    title = f"{about}: {measure}".removeprefix(": ").replace(" s3", " S3")
+    return title[0].upper() + title[1:]
+
+
+def _name(client: str) -> str:
+    return NAMES.get(client, client).replace("dcp", "DCP")
+
+
+def _text(value: float, unit: str) -> str:
+    value, unit = (value / 2**20, "MiB") if unit == "bytes" else (value, unit)
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f} {unit}"
+
+
+def _colour(client: str) -> str:
+    if client in LIMITS:
+        return LIMIT
+    return MINE if OURS in client else PEER
+
+
+def _frameless(axes: Any) -> None:
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_color(FAINT)
+    axes.tick_params(left=False)
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, which draws the same picture of the same figures whenever it is run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # The same picture of the same figures, whenever it is drawn, in the reader's own font.
+    plt.rcParams["svg.hashsalt"] = "shardstore"
+    plt.rcParams["svg.fonttype"] = "none"
+    plt.rcParams["font.sans-serif"] = ["DejaVu Sans", "Helvetica", "Arial", "sans-serif"]
+    return plt
+
+
+def save_picture(fig: Any, output: Path) -> None:
+    """Write the SVG, without a date."""
+    import matplotlib.pyplot as plt
+
+    fig.savefig(output, metadata={"Date": None})
+    plt.close(fig)

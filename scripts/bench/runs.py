@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from bench.clients import MEGATRON, ORBAX
+from bench.clients import MEGATRON
 from bench.crew import ClientError, Crew
 from bench.results import Results, Sample, Target
 
@@ -22,7 +22,7 @@ Figures: TypeAlias = dict[str, Any]
 Action: TypeAlias = Callable[["Run", "Turn"], Figures]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-INTERPRETERS = {MEGATRON: "megatron", ORBAX: "orbax"}
+INTERPRETERS = {MEGATRON: "megatron"}
 """Clients that need an environment of their own, made by scripts/NAME_env."""
 
 

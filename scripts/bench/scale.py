@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from bench.clients import OURS
-from bench.memory import peak_rss_bytes, reset_peak
 from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
+from testing.memory import peak_rss_bytes, reset_peak
 
 RANKS = (1024, 4096, 16384)
 TENSORS = (1_000, 10_000, 100_000)

@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from bench import clients
 from bench.clients.base import Client, Share
-from bench.memory import BytesRead, peak_rss_bytes, reset_peak
 from bench.workload import build, entries_of
+from testing.memory import BytesRead, peak_rss_bytes, reset_peak
 
 _LIBC = ctypes.CDLL(None)
 _PACKAGES = (
     *("shardstore", "torch", "numpy", "zarr", "tensorstore", "safetensors"),
-    *("megatron-core", "crc32c", "orbax-checkpoint", "jax"),
+    *("megatron-core", "crc32c"),
 )
 
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.progress import Progress
 from shardstore.storage.movers.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Scenario
 
@@ -118,7 +118,7 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
-def test_ranks(held: list[list[str]], scenario: str) -> None:
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)
 
 

@@ -269,5 +269,5 @@ def _reductions(rank: int, world_size: int) -> int:
     return polled
 
 
-def test_a_poll_costs_one_reduction_and_none_with_no_dist() -> None:
+def test_a_poll_makes_one_reduction_and_none_with_no_dist() -> None:
     assert run_ranks(_reductions, 2) == [1, 1]

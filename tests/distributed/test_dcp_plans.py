@@ -127,7 +127,9 @@ def test_the_coordinator_sees_the_items_of_all_ranks(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("planner", [Replaces, ChangesInPlace, ChangesItsOwn])
-def test_what_a_planner_changes_holds(saved: Path, planner: type[DefaultLoadPlanner]) -> None:
+def test_a_load_follows_the_changes_of_its_planner(
+    saved: Path, planner: type[DefaultLoadPlanner]
+) -> None:
     run_ranks(load_without_b, WORLD, saved, planner)
 
 

@@ -3,7 +3,6 @@ store, and nothing else of it."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,14 @@ import torch.distributed as dist
 
 import shardstore
 from shardstore.mapping import ShardedTensor
-from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import join, run_ranks
 
 WORLD = 3
 
 
 def _saves_and_loads(rank: int, world: int, folder: str) -> list[float]:
     dist.destroy_process_group()
-    dist.init_process_group(
-        "cuda:gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"{folder}/rendezvous", rank, world, backend="cuda:gloo")
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(1))
 

@@ -139,5 +139,5 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
-def test_ranks(held: list[list[str]], scenario: str) -> None:
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
     assert all(scenario in names for names in held)

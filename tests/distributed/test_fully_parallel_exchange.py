@@ -308,7 +308,7 @@ def test_loaded_dtype_that_does_not_fit_is_an_error_on_all(tmp_path: Path) -> No
         assert "float32" in text
 
 
-def test_world_of_one(tmp_path: Path) -> None:
+def test_one_rank_saves_and_loads_through_the_wrappers(tmp_path: Path) -> None:
     FullyParallelSaveStrategyWrapper(_Save(), None, True).save(_state(0, 1, True), tmp_path)
     wrapper = FullyParallelLoadStrategyWrapper(_Load(), do_cache_distribution=True)
     for _ in range(2):

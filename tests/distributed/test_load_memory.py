@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore.loading import plan as read_plan
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.memory import peak_rss_bytes, reset_peak
 from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.errors import (
     CheckpointingException,
@@ -21,6 +20,7 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.progress import Progress
+from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import RankFailed, run_ranks
 from tests.helpers.scenarios import Scenario, logged, raised, remains, run_scenarios
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.processes import run_to_end
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LIMIT_S = 280
 
@@ -169,13 +171,6 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_help_needs_nothing_installed() -> None:
     environment = {**os.environ, "SHARDSTORE_VENV": "/nonexistent"}
-    done = subprocess.run(
-        ["bash", str(SCRIPTS / "quickstart"), "--help"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = run_to_end(["bash", SCRIPTS / "quickstart", "--help"], env=environment)
     assert done.returncode == 0, done.stderr
     assert "--keep" in done.stdout

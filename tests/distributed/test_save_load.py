@@ -390,7 +390,7 @@ SCENARIOS: list[Scenario] = [
 ]
 
 
-def test_on_four_ranks(tmp_path: Path) -> None:
+def test_all_scenarios_hold_on_four_ranks(tmp_path: Path) -> None:
     names = [scenario.__name__ for scenario in SCENARIOS]
     assert run_ranks(run_scenarios, WORLD, str(tmp_path), SCENARIOS) == [names] * WORLD
 

@@ -4,7 +4,6 @@ are put together round by round within that memory, and an error keeps nobody wa
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 
 import shardstore
-from scripts.bench.memory import peak_rss_bytes, reset_peak
 from shardstore import ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import RanksError, SaveInProgressError
@@ -21,11 +19,13 @@ from shardstore.saving.session import SaveSession
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.memory import peak_rss_bytes, reset_peak
 from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
 WORLD = 2
-DEADLINE_S = 60
+DEADLINE_S = 600
+"""Longer than the test may take: whoever waits for it fails the test."""
 
 
 def halves(rank: int, count: int, rows: int, columns: int) -> dict[str, ShardedTensor]:
@@ -95,7 +95,7 @@ def any_budget(rank: int, world: int, root: str) -> None:
         assert all(torch.equal(loaded[f"w{n}"], whole + n) for n in range(20))
 
 
-def test_all_comes_whole_whatever_the_memory(tmp_path: Path) -> None:
+def test_any_staging_budget_saves_every_piece(tmp_path: Path) -> None:
     run_ranks(any_budget, WORLD, str(tmp_path))
 
 
@@ -139,20 +139,17 @@ def stopped(rank: int, world: int, root: str) -> list[str]:
             about = f"{name} on rank {victim}"
             if rank == victim:
                 SaveSession.mover = property(mover)  # type: ignore[assignment]
-            began = time.monotonic()
             handle = shardstore.async_save(
                 halves(rank, 20, *SMALL_SHAPE),
                 f"{root}/{victim}-{name}",
                 SMALL,
                 staging_budget_bytes=9000,
             )
-            error = handle.exception(2 * DEADLINE_S)
+            error = handle.exception(150)
             SaveSession.mover = right  # type: ignore[method-assign]
             expected = kind if rank == victim else (RanksError, SaveInProgressError)
             if not isinstance(error, expected) or text not in str(error):
                 wrong.append(f"{about}: {error!r}")
-            if time.monotonic() - began > DEADLINE_S / 2:
-                wrong.append(f"{about}: told late")
             if not handle.wait_staged(0):
                 wrong.append(f"{about}: still copying")
     handle = shardstore.async_save(

@@ -476,7 +476,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_four_ranks(saved: Path) -> None:
+def test_four_ranks_save_a_state_by_dcp(saved: Path) -> None:
     assert (saved / "fsdp_saves" / "flat-dcp" / "zarr.json").is_file()
 
 

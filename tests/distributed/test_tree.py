@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shardstore.distributed import coordinator
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks, neighbours
-from shardstore.distributed.messages import GRACE_S, Channel
+from shardstore.distributed.messages import Channel
 from shardstore.errors import RanksError
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import run_ranks
@@ -31,12 +31,6 @@ from tests.helpers.ranks_helper import run_ranks
 WORLD = 7  # rank 1 leads 2, rank 3 leads 4 and 5, rank 6 leads nobody
 TIMEOUT_S = {"before": 4, "arrived": 20, "connecting": 20, "later": 20}
 """Of the process group; the deadline of saves is half an hour."""
-MOST_S = {
-    "before": TIMEOUT_S["before"] + 2 * GRACE_S,
-    "arrived": TIMEOUT_S["arrived"] + 2 * GRACE_S,
-    "connecting": TIMEOUT_S["connecting"] + 2 * GRACE_S,
-    "later": GRACE_S + 5,
-}
 LEADERS, LEAVES = (1, 3, 6), (2, 4, 5)
 
 
@@ -100,7 +94,7 @@ def _until_an_error(
     if dies_after_s is not None:
 
         def die() -> None:
-            Path(folder, f"{rank}.dead").write_text(str(time.monotonic()))
+            Path(folder, f"{rank}.dead").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
         if when == "before":
@@ -114,7 +108,7 @@ def _until_an_error(
             purpose = "" if when == "later" else str(number)
             Ranks.current(purpose).together(what="committing /x", decide=lambda _: b"x" * 1000)
     except RanksError as error:
-        outcome = (str(error), dict(error.failures), time.monotonic())
+        outcome = (str(error), dict(error.failures))
     path = Path(folder, f"{rank}.tmp")
     path.write_bytes(pickle.dumps(outcome))
     path.rename(path.with_suffix(".outcome"))
@@ -152,15 +146,14 @@ def deaths(folder: Path, dying: dict[int, float], when: str) -> None:
         ended.append(process.exitcode)
         process.kill()
         process.join()
-    died = min(float(path.read_text()) for path in folder.glob("*.dead"))
+    assert any(folder.glob("*.dead"))
     for rank in set(range(WORLD)) - dying.keys():
         path = folder / f"{rank}.outcome"
         assert path.exists(), f"rank {rank} was told nothing, {dying}, {when}, {ended}"
-        text, failures, told = pickle.loads(path.read_bytes())
-        about = f"rank {rank}, {dying}, {when}, {told - died:.1f} s: {text}"
+        text, failures = pickle.loads(path.read_bytes())
+        about = f"rank {rank}, {dying}, {when}: {text}"
         assert failures.keys() & dying.keys(), about
         assert any(f"rank {one}" in text for one in dying), about
-        assert told - died < MOST_S[when], about
 
 
 def _many_pieces(rank: int, world: int) -> int:
@@ -200,7 +193,7 @@ def _exchanging(rank: int, port: int, folder: str, sends: bool) -> None:
     try:
         ranks.exchange([] if sends else pieces, pieces if sends else [])
     except RanksError as error:
-        Path(folder, "outcome").write_text(f"{time.monotonic()} {error}")
+        Path(folder, "outcome").write_text(str(error))
     os._exit(0)
 
 
@@ -215,12 +208,9 @@ def test_a_rank_that_dies_in_the_middle_of_a_piece(tmp_path: Path, sends: bool) 
     os.kill(dying.pid, signal.SIGSTOP)  # with a part on the way
     time.sleep(0.5)
     dying.kill()
-    died = time.monotonic()
     other.join(60)
     other.kill()
-    told, _, text = (tmp_path / "outcome").read_text().partition(" ")
-    assert "lost rank 1" in text
-    assert float(told) - died < MOST_S["later"]
+    assert "lost rank 1" in (tmp_path / "outcome").read_text()
 
 
 @pytest.mark.parametrize("who", [0, 3, 5])

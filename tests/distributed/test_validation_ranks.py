@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from shardstore import validation
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import logged
 
 
 def _cell(index: int, parts: int) -> ShardedTensor:
@@ -45,18 +45,7 @@ def test_metadata_of_all_ranks_is_checked_on_rank_0() -> None:
         assert ("ranks [0, 1, 2]" in bad) == (rank == 0)
 
 
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _common(rank: int, world_size: int, differ: bool) -> list[str]:
-    handler = _Records()
-    logging.getLogger().addHandler(handler)
     common: dict[str, Any] = {"step": 5, "t": torch.arange(3), "deep": {"list": [1, 2]}}
     common["float8"] = torch.ones(2).to(torch.float8_e5m2)
     if differ and rank == 1:
@@ -64,8 +53,9 @@ def _common(rank: int, world_size: int, differ: bool) -> list[str]:
         common["mine"] = 1
         common["deep"]["list"][1] = 3
     metadata = validation.determine_global_metadata({"a": _cell(rank, world_size)})[1]
-    validation.validate_sharding_integrity(metadata, common)
-    return handler.texts
+    with logged() as texts:
+        validation.validate_sharding_integrity(metadata, common)
+    return texts
 
 
 def test_common_state_that_differs_is_logged_by_the_rank_itself() -> None:

@@ -146,7 +146,7 @@ def test_overwriting_in_place(old: bool, new: bool) -> None:
 
 
 @pytest.mark.parametrize("documents", [True, False])
-def test_a_first_save(documents: bool) -> None:
+def test_a_first_save_that_dies_is_whole_or_invisible(documents: bool) -> None:
     for _ in deaths(lambda: None, lambda: save(2, array_documents=documents)):
         found = version()
         assert found in (None, 2)
@@ -159,7 +159,7 @@ def test_a_first_save(documents: bool) -> None:
 
 
 @pytest.mark.parametrize("documents", [True, False])
-def test_a_deletion(documents: bool) -> None:
+def test_a_deletion_that_dies_can_be_repeated(documents: bool) -> None:
     for _ in deaths(
         lambda: save(1, array_documents=documents), lambda: shardstore.delete_checkpoint(PLACE)
     ):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import run_to_end
 
 PROGRAM = """
 import atexit, os, sys, torch
@@ -58,12 +59,8 @@ CODES = {
 @pytest.mark.parametrize("mode", CODES)
 def test_the_exit_code(tmp_path: Path, mode: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, tmp_path / "program.py", tmp_path / "c", mode],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == CODES[mode], done.stderr

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 from tests.helpers.programs import run_forked
 
 SAVES = """
@@ -92,7 +92,7 @@ manager.close()
 
 
 @pytest.mark.parametrize("saves", ["wait", "abort", "managed"])
-def test_it_ends_at_once_and_the_save_goes_on(tmp_path: Path, saves: str) -> None:
+def test_a_forked_child_ends_at_once_and_the_save_goes_on(tmp_path: Path, saves: str) -> None:
     at_exit = "abort" if saves == "abort" else "wait"
     ended = run(SAVES + CHILDREN, tmp_path, at_exit, saves)
     assert ended.splitlines() == ["a child", "process 0", "workers 0 0", "exit 0", "ask 0"]
@@ -217,7 +217,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("written", ["zstd", "blosc", "zarr"])
-def test_it_loads_or_says_why_not(tmp_path: Path, written: str) -> None:
+def test_a_forked_child_loads_or_says_why_not(tmp_path: Path, written: str) -> None:
     said = run(LOADS, tmp_path, written)
     assert "spawn" in said if written == "zarr" else said == "loaded\n"
 

@@ -91,7 +91,7 @@ ENTRIES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("case", PLACES)
-def test_places_that_are_none(here: Path, case: str, entry: str) -> None:
+def test_a_place_of_a_wrong_form_is_refused(here: Path, case: str, entry: str) -> None:
     place, says = PLACES[case]
     with pytest.raises(ArgumentError) as caught:
         ENTRIES[entry](place)
@@ -109,7 +109,7 @@ def test_storage_options_that_are_none(here: Path) -> None:
     assert os.listdir(here) == []
 
 
-def test_a_device_that_is_none(here: Path) -> None:
+def test_an_unknown_device_is_refused(here: Path) -> None:
     shardstore.save(state(), "place")
     for wrong in ("nowhere", "cpu:x", 1.5):
         with pytest.raises(ArgumentError, match=r"map_location=.* must be a device, as in 'cpu'"):
@@ -168,7 +168,7 @@ def test_a_file_is_no_root_of_checkpoints(tmp_path: Path, entry: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 5, "x", object()], ids=lambda v: type(v).__name__)
-def test_states_that_are_none(tmp_path: Path, wrong: Any) -> None:
+def test_a_state_that_is_no_dict_is_refused(tmp_path: Path, wrong: Any) -> None:
     for call in (shardstore.save, shardstore.load):
         with pytest.raises(CheckpointingException, match=type(wrong).__name__):
             call(wrong, tmp_path / "place")
@@ -181,7 +181,7 @@ def test_a_tensor_alone_is_no_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 3.0, [1, 2], np.ones(3)], ids=lambda v: type(v).__name__)
-def test_data_that_is_no_tensor(wrong: Any) -> None:
+def test_data_that_is_no_tensor_is_refused_by_key(wrong: Any) -> None:
     with pytest.raises(DTypeMismatchError, match=rf"'w'.*{type(wrong).__name__}.*torch"):
         ShardedTensor.from_rank_offsets("w", wrong)
     with pytest.raises(DTypeMismatchError, match=rf"'w'.*{type(wrong).__name__}.*torch"):
@@ -340,7 +340,7 @@ def test_rank_offsets_that_are_no_numbers() -> None:
             ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), offset)  # type: ignore[arg-type]
 
 
-def test_arguments_of_a_manager(tmp_path: Path) -> None:
+def test_wrong_arguments_of_a_manager_are_refused(tmp_path: Path) -> None:
     for options in ({"keep_last": 0}, {"keep_last": "2"}, {"best": 1}, {"prefix": None}):
         with pytest.raises(ArgumentError, match=next(iter(options))):
             CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
@@ -355,7 +355,7 @@ def test_arguments_of_a_manager(tmp_path: Path) -> None:
     assert manager.steps() == []
 
 
-def test_arguments_of_a_conversion(stored: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_of_a_conversion_are_refused(stored: Path, tmp_path: Path) -> None:
     wrong: dict[str, Any] = {"memory_budget": "1G", "file_bytes": 0, "progress": 5}
     for name, value in wrong.items():
         with pytest.raises(ArgumentError, match=f"{name}={value!r}"):
@@ -388,7 +388,9 @@ def of_other_kinds(folder: Path) -> dict[str, tuple[Path, str]]:
     }
 
 
-def test_what_it_is_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_says_what_a_place_is_instead_of_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for place, says in of_other_kinds(tmp_path).values():
         for load in (lambda p: shardstore.load(state(), p), shardstore.load_plain_tensors):
             with pytest.raises(NotACheckpointError) as caught:

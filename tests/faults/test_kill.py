@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join
 
 WORLD = 3
 KEYS = 12
@@ -77,13 +77,7 @@ def _main(rank: int, folder: str, rendezvous: str, victim: int, moment: int) -> 
                 os.kill(os.getpid(), signal.SIGKILL)
             calls += 1
 
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"{rendezvous}/store", rank, WORLD)
     dist.barrier()
     sys.addaudithook(count)
     text = ""

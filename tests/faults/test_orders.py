@@ -350,6 +350,6 @@ def test_random_orders_of_all(tmp_path: Path, store: str, runs: int) -> None:
 
 
 @pytest.mark.skipif("SHARDSTORE_ORDER" not in os.environ, reason="no order is asked for")
-def test_the_order_asked_for(tmp_path: Path) -> None:
+def test_the_order_that_the_environment_names_holds(tmp_path: Path) -> None:
     store, order = os.environ["SHARDSTORE_ORDER"].split(" ", 1)
     checked(order, store, tmp_path)

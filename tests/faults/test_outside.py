@@ -85,7 +85,9 @@ def members(root: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OUTSIDE + NO_FILE)
-def test_a_name_in_the_manifest(saved: Path, precious: Path, name: str) -> None:
+def test_a_name_in_the_manifest_touches_nothing_outside(
+    saved: Path, precious: Path, name: str
+) -> None:
     before = content(precious)
 
     def rename(arrays: list[Any]) -> None:
@@ -106,7 +108,9 @@ def test_a_name_in_the_manifest(saved: Path, precious: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("kind", ["array", "group"])
-def test_a_name_in_the_root(saved: Path, precious: Path, name: str, kind: str) -> None:
+def test_a_name_in_the_root_touches_nothing_outside(
+    saved: Path, precious: Path, name: str, kind: str
+) -> None:
     before = content(precious)
 
     def rename(root: dict[str, Any]) -> None:
@@ -189,7 +193,9 @@ def test_a_node_behind_a_link(saved: Path, precious: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".owner.json", "zarr.json", "common.pt", "model/c.0"])
-def test_a_document_that_is_a_link(saved: Path, precious: Path, name: str) -> None:
+def test_a_document_that_is_a_link_touches_nothing_outside(
+    saved: Path, precious: Path, name: str
+) -> None:
     thesis = precious / "thesis.tex"
     if (saved / name).exists():
         thesis.write_bytes((saved / name).read_bytes())

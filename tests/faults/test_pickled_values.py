@@ -34,6 +34,7 @@ from shardstore.errors import CheckpointingException, DamagedCheckpointError, Un
 from shardstore.storage.stores.location import Location
 from shardstore.values.torch_dump import dump_bytes
 from shardstore.values.torch_values import load_bytes
+from tests.helpers.processes import run_to_end
 
 LIMIT_BYTES = 256 << 20
 
@@ -143,13 +144,8 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 def limited(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Run a program that fails if it takes more memory than it may."""
     program = "import resource, sys, torch\n" + textwrap.dedent(code)
-    return subprocess.run(
-        [sys.executable, "-c", program, *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    return run_to_end(
+        [sys.executable, "-c", program, *args], env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
 
 
@@ -308,7 +304,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_that_load(name: str) -> None:
+def test_harmless_values_load(name: str) -> None:
     found = load_bytes(dump_bytes(VALUES[name]), "/place/common.pt")
     assert type(found) is type(VALUES[name])
     assert same(VALUES[name], found)
@@ -331,7 +327,7 @@ def content(tensor: torch.Tensor) -> bytes:
     )
 
 
-def test_tensors_that_load() -> None:
+def test_tensors_of_all_forms_load() -> None:
     marked = torch.ones(2)
     marked.mark = 5  # type: ignore[attr-defined]
     whole = torch.arange(12.0).reshape(3, 4)
@@ -361,7 +357,7 @@ def test_tensors_that_load() -> None:
     assert found["views"][1][0, 1] == 77
 
 
-def test_a_factory_that_is_a_function_of_ours() -> None:
+def test_a_factory_that_is_a_function_is_damage() -> None:
     data = archive(b"\x80\x02ccollections\ndefaultdict\nc_codecs\nencode\n\x85R.")
     with pytest.raises(DamagedCheckpointError, match="defaultdict"):
         load_bytes(data, "/place/common.pt")

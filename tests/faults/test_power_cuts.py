@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers.power_cuts import Trace, attached
 from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join
 
 Work = Callable[[Path, int], None]
 
@@ -133,13 +133,7 @@ def _rank(name: str, rank: int, base: str) -> None:
         prepare(root, rank)
         shutil.copytree(root, Path(base, "before"))
     if ranks > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{base}/store",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=60),
-        )
+        join(f"{base}/store", rank, ranks)
         dist.barrier()
     Path(base, f"ready-{rank}").touch()
     while not Path(base, "go").exists():

@@ -202,14 +202,14 @@ def test_shapes_are_whole_numbers(wrong: Any) -> None:
             make()
 
 
-def test_a_prefix_is_a_string(saved: Path) -> None:
+def test_a_key_prefix_must_be_a_string(saved: Path) -> None:
     for wrong in (3, None, b"w"):
         with pytest.raises(ArgumentError, match=r"key_prefix=.* must be a string"):
             shardstore.remove_sharded_tensors(saved, wrong)  # type: ignore[arg-type]
     shardstore.load(state(), saved)
 
 
-def test_what_a_load_takes(saved: Path) -> None:
+def test_wrong_arguments_of_a_load_are_refused(saved: Path) -> None:
     with pytest.raises(ArgumentError, match=r"process_group=3 must be a process group"):
         shardstore.load(state(), saved, process_group=3)
     with pytest.raises(ArgumentError, match=r"exchange_budget_bytes='1 MiB' must be a whole num"):
@@ -296,7 +296,9 @@ def _everything(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("target_format", ["shardstore", "safetensors", "dcp"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_conversion_into_its_source(saved: Path, target_format: str, overwrite: bool) -> None:
+def test_a_conversion_into_its_source_is_refused(
+    saved: Path, target_format: str, overwrite: bool
+) -> None:
     before = _everything(saved.parent)
     link = saved.parent / "link"
     link.symlink_to(saved)
@@ -369,7 +371,7 @@ def test_verify_draws_a_bar(saved: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert f"verify {saved.parent.name} failed" in capfd.readouterr().err
 
 
-def test_what_verify_takes(saved: Path) -> None:
+def test_wrong_arguments_of_verify_are_refused(saved: Path) -> None:
     with pytest.raises(ArgumentError, match="progress='x' must be a callable, 'bar' or None"):
         _verify(saved, progress="x")
     with pytest.raises(ArgumentError, match="threads=0"):

@@ -72,7 +72,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("verify_base", [False, True])
 @pytest.mark.parametrize("moment", [0, 3])
-def test_a_base_that_is_replaced(
+def test_a_base_that_is_replaced_during_a_save_leaves_no_mixture(
     monkeypatch: pytest.MonkeyPatch,
     root: str,
     what: str,

@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFile
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.dcp import StorageWriter
 from shardstore.errors import NotACheckpointError
 from shardstore.inspection.verify import Finding, verify
@@ -29,6 +28,7 @@ from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, Unfin
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
 
 PLACE = "watched://runs/c"
@@ -215,7 +215,7 @@ def exchanges(
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_an_overwrite(read: Reader) -> None:
+def test_a_reader_during_an_overwrite_gets_one_checkpoint(read: Reader) -> None:
     save(1)
     moments = states_of(lambda: save(2))
     assert len(moments) > 20
@@ -226,7 +226,7 @@ def test_an_overwrite(read: Reader) -> None:
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_a_deletion(read: Reader) -> None:
+def test_a_reader_during_a_deletion_gets_all_or_an_error(read: Reader) -> None:
     save(1)
     moments = states_of(lambda: shardstore.delete_checkpoint(PLACE))
     assert len(moments) > 5
@@ -304,7 +304,7 @@ def test_documents_that_are_older_than_the_root(
     assert (loaded["w0"] == 20).all()
 
 
-def test_on_s3(s3_server: S3Server) -> None:
+def test_a_reader_on_s3_gets_one_checkpoint(s3_server: S3Server) -> None:
     """The same bytes in a bucket: readers that begin at a moment of an overwrite, and one that has
     opened the old checkpoint."""
     target = Location.of(f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options)

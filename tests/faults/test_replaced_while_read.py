@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from shardstore.storage.movers import checksums, files
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.rank_server import start
+from tests.helpers.ranks_helper import join
 
 KEYS = 4
 _doing: list[Callable[[str], None]] = []
@@ -104,7 +104,7 @@ def every_opening(place: Path, read: Callable[[], object]) -> Iterator[tuple[int
     yield from ((number, names) for number in range(len(names)))
 
 
-def test_a_load(tmp_path: Path) -> None:
+def test_a_load_gives_the_checkpoint_that_replaced_its_own(tmp_path: Path) -> None:
     """It loads the new one, whichever it began with."""
     place = tmp_path / "c"
     save(place, 1)
@@ -145,7 +145,7 @@ def test_a_load_of_what_is_replaced_again_and_again(
     assert next(versions) == 4
 
 
-def test_a_verification(tmp_path: Path) -> None:
+def test_a_verification_of_a_replaced_checkpoint_finds_no_damage(tmp_path: Path) -> None:
     place = tmp_path / "c"
     save(place, 1)
     findings: list[Finding] = []
@@ -160,7 +160,7 @@ def test_a_verification(tmp_path: Path) -> None:
     assert findings == []
 
 
-def test_an_open_checkpoint(tmp_path: Path) -> None:
+def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None:
     place = tmp_path / "c"
     save(place, 1)
     opened = shardstore.open(place)
@@ -176,13 +176,7 @@ def test_an_open_checkpoint(tmp_path: Path) -> None:
 def _rank(rank: int, place: str, rendezvous: str, victim: int) -> None:
     torch.set_num_threads(1)
     os.environ["SHARDSTORE_DEADLINE_S"] = "30"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    join(f"{rendezvous}/store", rank, 2)
 
     def replace() -> None:
         if rank == victim:

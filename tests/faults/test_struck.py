@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STRIKE = """import json, sys
 from pathlib import Path
-from scripts.faults_main import strike_disk
+from testing.strikes import strike_disk
 kind, operation, point, at, place = json.loads(sys.argv[1])
 print(json.dumps(strike_disk(kind, operation, point, at, Path(place))))"""
 

@@ -90,28 +90,14 @@ def shards_overlap(rank: int, world_size: int, folder: Path) -> None:
 
 
 def irregular_shards_overlap(rank: int, world_size: int, folder: Path) -> None:
-    starts, lengths = (0, 3, 6), (4, 3, 4)
-    tensor = ShardedTensor(
-        "w",
-        torch.zeros(lengths[rank]),
-        torch.float32,
-        (lengths[rank],),
-        (10,),
-        (starts[rank],),
-        None,
-    )
-    refused({"w": tensor}, folder, "Invalid access pattern", "'w'", "offset (3,)", "[0, 1]")
-    starts, lengths = (0, 3, 8), (3, 3, 2)
-    tensor = ShardedTensor(
-        "w",
-        torch.zeros(lengths[rank]),
-        torch.float32,
-        (lengths[rank],),
-        (10,),
-        (starts[rank],),
-        None,
-    )
-    refused({"w": tensor}, folder, "Invalid access pattern", "'w'", "offset (6,)", "no rank")
+    overlap, hole = ((0, 3, 6), (4, 3, 4)), ((0, 3, 8), (3, 3, 2))
+    for (starts, lengths), words in (
+        (overlap, ("offset (3,)", "[0, 1]")),
+        (hole, ("offset (6,)", "no rank")),
+    ):
+        size, start = (lengths[rank],), (starts[rank],)
+        tensor = ShardedTensor("w", torch.zeros(size), torch.float32, size, (10,), start, None)
+        refused({"w": tensor}, folder, "Invalid access pattern", "'w'", *words)
 
 
 def main_replicas_are_two_or_none(rank: int, world_size: int, folder: Path) -> None:
@@ -269,7 +255,7 @@ SCENARIOS: list[Scenario] = [
 ]
 
 
-def test_on_three_ranks(tmp_path: Path) -> None:
+def test_all_scenarios_hold_on_three_ranks(tmp_path: Path) -> None:
     names = [scenario.__name__ for scenario in SCENARIOS]
     assert run_ranks(run_scenarios, WORLD, str(tmp_path), SCENARIOS) == [names] * WORLD
 
@@ -486,7 +472,7 @@ def test_a_bare_pickle_in_place_of_a_document_is_not_loaded(stored: Path) -> Non
     assert not sprung.exists()
 
 
-def test_a_file_in_the_way(tmp_path: Path) -> None:
+def test_a_file_in_the_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     error = raised(lambda: shardstore.save(_one(), tmp_path / "file" / "c"))
     assert isinstance(error, StorageError)
@@ -495,6 +481,6 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     assert remains(tmp_path) == ["file"]
 
 
-def test_a_store_that_is_not_known(tmp_path: Path) -> None:
+def test_an_unknown_url_scheme_is_an_error(tmp_path: Path) -> None:
     raised(lambda: shardstore.save(_one(), "gopher://somewhere/c"))
     raised(lambda: shardstore.load(_one(), "gopher://somewhere/c"))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.golden.make_shardstore import write_all
+from tests.helpers.processes import run_to_end
 
 COMMIT = "7853ef5"
 """Of version 0.1.0."""
@@ -66,20 +67,14 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(package: Path, places: list[str]) -> dict[str, Any]:
     """What a version of the package, in a process of its own, finds in checkpoints."""
     environment = {"PYTHONPATH": str(package), "PATH": "/usr/bin:/bin", "HOME": str(package)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *places],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=package,
-    )
+    done = run_to_end([sys.executable, "-c", PROGRAM, *places], env=environment, cwd=package)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.rsplit("FOUND", 1)[1])
     assert found.pop("file").startswith(str(package))
     return found
 
 
-def test_it_reads_what_is_written_now(old: Path, tmp_path: Path) -> None:
+def test_the_old_version_reads_what_is_written_now(old: Path, tmp_path: Path) -> None:
     write_all(NAMES, tmp_path)
     places = [str(tmp_path / name) for name in NAMES]
     before, now = answers(old, places), answers(ROOT, places)

@@ -146,7 +146,7 @@ def test_its_common_state_and_metadata_load(name: str) -> None:
         assert exact(shardstore.load_content_metadata(TARGET / name)) == exact(found)
 
 
-def test_dcp_loads_it() -> None:
+def test_dcp_loads_the_golden_checkpoint() -> None:
     tensors = dcp_tensors("dcp")
     wanted: State = {
         "model": {key: torch.zeros_like(tensors[f"model.{key}"]) for key in GOLDEN["dcp"].tensors},
@@ -165,7 +165,7 @@ def _blank(value: Any) -> Any:
     return [_blank(item) for item in value] if isinstance(value, list) else None
 
 
-def test_a_manager_restores_it() -> None:
+def test_a_manager_restores_the_golden_step() -> None:
     with shardstore.CheckpointManager(TARGET / "steps") as manager:
         assert manager.steps() == [7]
         restored = manager.restore(sharded("steps/step-7", empty=True))

@@ -6,29 +6,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from tests.helpers.s3_proxy import Fault, FaultProxy, Rule
+from testing.s3_proxy import Fault, FaultProxy, Kills
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.link")
-
-
-@dataclass(kw_only=True)
-class Kills(Rule):
-    """Kills a process at a request, which never reaches the server.
-
-    Attributes:
-        pid: whom.
-    """
-
-    pid: int = 0
-
-    def takes(self, head: Any) -> bool:
-        if not super().takes(head):
-            return False
-        os.kill(self.pid, signal.SIGKILL)
-        return True
 
 
 def dies(

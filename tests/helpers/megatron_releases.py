@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".envs" / "megatron"
@@ -27,14 +28,10 @@ def run(version: str | None, *arguments: object, alone: bool = False, **settings
         pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
     paths = [ROOT, *((ENVIRONMENT / version, ENVIRONMENT / "triton") if version else ())]
     python = ENVIRONMENT / "bin" / "python" if alone else sys.executable
-    done = subprocess.run(
-        list(map(str, (python, *arguments))),
+    done = run_to_end(
+        (python, *arguments),
         env={**os.environ, "PYTHONPATH": ":".join(map(str, paths)), **settings},
         cwd=settings.get("PWD"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout

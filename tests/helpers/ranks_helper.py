@@ -60,6 +60,14 @@ def run_ranks(
         return _collect(Path(folder), [process.exitcode for process in ranks], late)
 
 
+def join(
+    rendezvous: str, rank: int, world_size: int, timeout_s: float = 60, backend: str = "gloo"
+) -> None:
+    """Make the default process group; the ranks meet in a file that does not exist yet."""
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, f"file://{rendezvous}", limit, world_size, rank)
+
+
 def _wait(ranks: list[Started], deadline: float) -> list[int]:
     """Wait for the ranks to end; kill those that do not, and return their numbers."""
     running = dict(enumerate(ranks))
@@ -91,13 +99,7 @@ def _main(
     os.environ.update({name: str(value) for name, value in ours.items()})
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(world_size))
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        join(f"{folder}/rendezvous", rank, world_size, timeout_s)
         # A rank that is done at once would close its connections while others still connect.
         dist.barrier()
         outcome = ("returned", fn(rank, world_size, *args), "", 0.0)

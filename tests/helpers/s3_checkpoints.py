@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.errors import NotACheckpointError
 from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
@@ -16,6 +15,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import LIMITS
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 
 CHUNK_BYTES = 4096
 # A silence in a test need not last long. Given as options, they would have s3fs move all bytes.

@@ -163,7 +163,9 @@ class StoreTests:
         assert float(group["half"][2]) == 4.0
 
     @pytest.mark.parametrize("compression", ["zstd", "blosc"])
-    def test_compressed_chunks(self, place: Place, tmp_path: Path, compression: str) -> None:
+    def test_compressed_chunks_come_back_and_are_verified(
+        self, place: Place, tmp_path: Path, compression: str
+    ) -> None:
         url, options = place(compression)
         data = torch.arange(40_000, dtype=torch.int32).reshape(200, 200) % 7
         state = {"w": tensor("w", data), "empty": tensor("empty", torch.zeros(0))}
@@ -258,7 +260,7 @@ class StoreTests:
         assert set(shardstore.load_sharded_metadata(url, storage_options=options)) == {"other"}
         assert Location.of(url, options).listing() == ["common.pt", "metadata.json", "other"]
 
-    def test_without_its_commit_it_is_none(self, place: Place) -> None:
+    def test_a_save_without_its_commit_is_no_checkpoint(self, place: Place) -> None:
         url, options = place("root/step-2")
         first, _ = place("root/step-1")
         shardstore.save(small_state(1.0), first, storage_options=options)
@@ -571,7 +573,9 @@ class StoreTests:
         assert names_of(where) == wanted
 
     @pytest.mark.parametrize("documents", [True, False])
-    def test_a_base_of_the_other_kind(self, place: Place, documents: bool) -> None:
+    def test_a_base_with_the_other_kind_of_documents_is_used(
+        self, place: Place, documents: bool
+    ) -> None:
         (first, options), (second, _) = place("base"), place("upon")
         data = torch.randn(100, 100)
         state = {"w": tensor("w", data), "e": tensor("e", torch.zeros(0, 2))}
@@ -663,7 +667,7 @@ class StoreTests:
         with pytest.raises(NotACheckpointError):
             delete_checkpoint(url, storage_options=options)
 
-    def test_an_array_of_a_checkpoint_is_none(self, place: Place) -> None:
+    def test_an_array_of_a_checkpoint_is_no_checkpoint(self, place: Place) -> None:
         url, options = place("whole")
         shardstore.save(small_state(2.0), url, storage_options=options)
         key = next(iter(StoredCheckpoint(Location.of(url, options)).arrays.values())).node

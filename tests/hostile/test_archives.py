@@ -32,7 +32,7 @@ def state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("before_end", [-(2**31), -1, 0, 1, 3, 4, 29])
 @pytest.mark.parametrize("name", FILES)
-def test_a_header_beyond_the_end(tmp_path: Path, name: str, before_end: int) -> None:
+def test_a_header_beyond_the_end_is_damage(tmp_path: Path, name: str, before_end: int) -> None:
     place = tmp_path / "c"
     shardstore.save(state(), place)
     data = bytearray((place / name).read_bytes())

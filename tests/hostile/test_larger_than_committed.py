@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.cli.app import run
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 from tests.hostile.test_bombs import bounded
 
 MORE = bytes(256 * 1024**2)
@@ -58,7 +58,7 @@ def enlarged(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_in_a_folder(tmp_path: Path, name: str) -> None:
+def test_a_file_larger_than_committed_is_damage_in_a_folder(tmp_path: Path, name: str) -> None:
     place = Location.of(tmp_path / "c")
     key, read = enlarged(place, name)
     with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match=r"bytes"):
@@ -68,7 +68,7 @@ def test_in_a_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_in_a_store(name: str) -> None:
+def test_a_file_larger_than_committed_is_damage_in_a_store(name: str) -> None:
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     key, read = enlarged(place, name)
     with bounded(len(MORE) // 4), pytest.raises(DamagedCheckpointError, match=r"bytes"):
@@ -79,7 +79,7 @@ def test_in_a_store(name: str) -> None:
 
 @pytest.mark.parametrize("size", [-1, -2, 2**62, 2**63, 2**70, 1.5, True, None, "x", []])
 @pytest.mark.parametrize("store", ["local", "memory"])
-def test_a_size_that_is_none(tmp_path: Path, store: str, size: object) -> None:
+def test_a_wrong_size_in_the_commit_is_ignored(tmp_path: Path, store: str, size: object) -> None:
     """Such a file has no size in the commit."""
     folder = tmp_path / "c" if store == "local" else f"memory://{uuid.uuid4().hex}/c"
     place = Location.of(folder)
@@ -94,7 +94,9 @@ def test_a_size_that_is_none(tmp_path: Path, store: str, size: object) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_on_s3(s3_server: S3Server, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_larger_than_committed_is_damage_on_s3(
+    s3_server: S3Server, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A load takes only the bytes that belong to the object; a verification finds the others."""
     place = Location.of(f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options)
     key, _ = enlarged(place, name, MORE[: len(MORE) // 2])

@@ -38,7 +38,9 @@ CALLS: dict[str, Callable[[str], object]] = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", ["zarr.json", "metadata.json", *MARKS])
 @pytest.mark.parametrize("kind", ["folder", "store"])
-def test_calls(tmp_path: Path, kind: str, name: str, call: str) -> None:
+def test_calls_survive_deeply_nested_documents(
+    tmp_path: Path, kind: str, name: str, call: str
+) -> None:
     """Each returns, or raises an error of ours."""
     place = str(tmp_path / "c") if kind == "folder" else f"memory://{uuid.uuid4().hex}/c"
     Location.of(place).write(name, NESTED)
@@ -49,7 +51,7 @@ def test_calls(tmp_path: Path, kind: str, name: str, call: str) -> None:
 
 @pytest.mark.parametrize("command", ["verify", "info", "ls", "rm --yes", "gc"])
 @pytest.mark.parametrize("name", ["zarr.json", "metadata.json"])
-def test_commands(
+def test_commands_survive_deeply_nested_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
 ) -> None:
     (tmp_path / "c").mkdir()

@@ -85,7 +85,9 @@ def convert_it(place: Path) -> None:
 
 @pytest.mark.parametrize("put", [fifo, zeros, folder, nowhere])
 @pytest.mark.parametrize("name", FILES)
-def test_in_place_of_a_file(saved: Path, name: str, put: Callable[[Path], None]) -> None:
+def test_special_files_in_place_of_files_are_not_read(
+    saved: Path, name: str, put: Callable[[Path], None]
+) -> None:
     if (saved / name).exists():
         (saved / name).unlink()
     put(saved / name)
@@ -108,7 +110,7 @@ def test_in_place_of_a_file(saved: Path, name: str, put: Callable[[Path], None])
 
 
 @pytest.mark.parametrize("put", [fifo, zeros, folder])
-def test_a_save_replaces_it(saved: Path, put: Callable[[Path], None]) -> None:
+def test_a_save_replaces_special_files(saved: Path, put: Callable[[Path], None]) -> None:
     for name in ("zarr.json", "manifest.npz"):
         (saved / name).unlink()
         put(saved / name)

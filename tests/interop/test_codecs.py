@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from zarr.codecs import numcodecs as of_numcodecs
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.cli.app import app
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -100,7 +100,7 @@ def test_open_reads_them(tmp_path: Path, s3_server: S3Server, zarr_format: int) 
 
 
 @pytest.mark.parametrize("name", ["a compressor of numcodecs", "v2 chunk keys", "big endian"])
-def test_of_a_checkpoint_too(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_packed_again_by_another_program_loads(tmp_path: Path, name: str) -> None:
     """That another program packed again: a load reads it, and a missing chunk is an error."""
     place = tmp_path / "c"
     state = {k: ShardedTensor.from_rank_offsets(k, torch.from_numpy(VALUES)) for k in ("w", "v")}

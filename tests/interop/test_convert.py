@@ -59,7 +59,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_what_megatron_wrote(name: str, tmp_path: Path) -> None:
+def test_checkpoints_of_megatron_are_converted(name: str, tmp_path: Path) -> None:
     with torch.serialization.safe_globals([io.BytesIO]):
         done = convert(GOLDEN / name, tmp_path / "c", memory_budget=500)
         assert done.verified

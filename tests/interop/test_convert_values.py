@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.errors import DamagedCheckpointError
@@ -21,6 +20,7 @@ from shardstore.progress import Progress
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import object_document
+from testing.s3_servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -112,7 +112,9 @@ def test_what_is_written_wrong_beside_the_arrays_is_found(
     convert(source, tmp_path / "unverified", target_format=target_format, verify=False)
 
 
-def test_in_an_object_store_too(source: Path, tmp_path: Path, s3_server: S3Server) -> None:
+def test_values_in_an_object_store_are_converted(
+    source: Path, tmp_path: Path, s3_server: S3Server
+) -> None:
     url, options = f"s3://{s3_server.new_bucket()}/target", s3_server.storage_options
     name, data = object_document(ShardedObject("o", {"rank": 1, "x": None}, (2,), (1,)))
 

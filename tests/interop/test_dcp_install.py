@@ -71,7 +71,7 @@ def installed() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_place_alone_is_ours(tmp_path: Path) -> None:
+def test_a_checkpoint_id_alone_uses_our_storage(tmp_path: Path) -> None:
     place = tmp_path / "step-1"
     dcp.save(state(), checkpoint_id=place, no_dist=True)
     assert zarr.open_group(place, mode="r")["model.w"][:].tolist() == [[1.0] * 3] * 4
@@ -236,13 +236,13 @@ def test_damage_is_told_by_the_reader_of_dcp(tmp_path: Path) -> None:
         loaded_by(FileSystemReader(place))
 
 
-def test_without_it_there_is_none(tmp_path: Path) -> None:
+def test_without_the_marker_no_dcp_metadata_is_written(tmp_path: Path) -> None:
     writer = shardstore.dcp.StorageWriter(tmp_path / "c")
     dcp.save(state(), storage_writer=writer, no_dist=True)
     assert not (tmp_path / "c" / ".metadata").exists()
 
 
-def test_taken_back(tmp_path: Path) -> None:
+def test_an_installation_can_be_taken_back(tmp_path: Path) -> None:
     before = [state_dict_saver.__dict__["_storage_setup"], state_dict_loader._storage_setup]
     methods = dict(vars(FileSystemReader))
     installation = install()

@@ -125,7 +125,7 @@ def test_common_tensors_are_not_cast_silently(tmp_path: Path) -> None:
     assert isinstance(cause(lambda: load(lossy, tmp_path / "c", cast=True)), DTypeMismatchError)
 
 
-def test_kinds_that_do_not_fit(tmp_path: Path) -> None:
+def test_a_value_of_another_kind_is_an_error(tmp_path: Path) -> None:
     shardstore.save({**sharded(), "x": torch.arange(3)}, tmp_path / "c")
     assert "x" in str(cause(lambda: load({"x": 5}, tmp_path / "c")))
     assert "Size mismatch" in str(cause(lambda: load({"x": torch.zeros(4).long()}, tmp_path / "c")))

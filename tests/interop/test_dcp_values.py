@@ -161,7 +161,7 @@ def test_verified_and_compared(place: Path, tmp_path: Path) -> None:
     assert run.invoke(app, ["verify", str(place)]).exit_code == 1
 
 
-def test_deleted_and_replaced(place: Path) -> None:
+def test_long_values_are_deleted_and_replaced(place: Path) -> None:
     save({"w": torch.ones(2)}, place, overwrite=True)
     assert not (place / "seen").exists()
     save(values(), place, overwrite=True)
@@ -169,7 +169,7 @@ def test_deleted_and_replaced(place: Path) -> None:
     assert not place.exists()
 
 
-def test_converted(place: Path, tmp_path: Path) -> None:
+def test_long_values_are_converted(place: Path, tmp_path: Path) -> None:
     convert(place, tmp_path / "again", target_format="shardstore")
     assert same(shardstore.load_common_state_dict(tmp_path / "again")["seen"], values()["seen"])
     assert not [path for path in files(tmp_path / "again") if is_pickle(path)]
@@ -204,7 +204,9 @@ def test_a_class_is_refused(tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=str(tmp_path / "c"), no_dist=True)
 
 
-def test_a_class_that_was_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_is_saved_and_loaded_where_pickle_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = {"w": torch.ones(2), "mine": Opaque()}
     with caplog.at_level(logging.WARNING):
         save(state, tmp_path / "c", allow_pickle=True)
@@ -222,7 +224,7 @@ def test_a_class_that_was_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("given", [None, "yes", 1])
-def test_neither_true_nor_false(given: Any) -> None:
+def test_allow_pickle_must_be_a_bool(given: Any) -> None:
     for call in (StorageWriter, install):
         with pytest.raises(ArgumentError, match=r"allow_pickle=.* must be True or False"):
             call(allow_pickle=given)

@@ -122,7 +122,7 @@ def test_saves_and_loads(tmp_path: Path, backend: tuple[str, int], how: str) -> 
 
 
 @pytest.mark.parametrize("how", ["set", "with"])
-def test_programs_on_top(tmp_path: Path, how: str) -> None:
+def test_the_manager_and_dcp_ignore_the_default_device(tmp_path: Path, how: str) -> None:
     with default_device(how):
         manager = shardstore.CheckpointManager(tmp_path / "run")
         manager.save(1, state())
@@ -172,5 +172,5 @@ def _exchanged(rank: int, world_size: int, place: str) -> bool:
     )
 
 
-def test_between_ranks(tmp_path: Path) -> None:
+def test_exchanges_between_ranks_ignore_the_default_device(tmp_path: Path) -> None:
     assert run_ranks(_exchanged, 2, str(tmp_path / "c")) == [True, True]

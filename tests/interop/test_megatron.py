@@ -162,7 +162,7 @@ def test_golden_under_another_shape_unasked() -> None:
 @pytest.mark.parametrize(
     "chunk", ["embedding.weight/1.0", "optimizer.param.decoder.proj.weight/2.0.1"]
 )
-def test_a_missing_chunk_is_no_zeros(tmp_path: Path, chunk: str) -> None:
+def test_a_missing_chunk_is_an_error(tmp_path: Path, chunk: str) -> None:
     shutil.copytree(GOLDEN / "tp2dp2", tmp_path / "damaged")
     (tmp_path / "damaged" / chunk).unlink()
     key = chunk.split("/")[0]
@@ -210,7 +210,7 @@ def test_written_here_and_read_here(tmp_path: Path, written: str, read: str) -> 
     assert load_on(layout, tmp_path / "ours") == right_on(layout)
 
 
-def test_a_tensor_without_axes_in_that_format(tmp_path: Path) -> None:
+def test_a_scalar_tensor_is_saved_in_the_format_of_zarr_v2(tmp_path: Path) -> None:
     """Megatron-Core cannot save one there; nothing in the format is against it."""
 
     def step(value: int) -> dict[str, Any]:

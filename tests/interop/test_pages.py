@@ -8,7 +8,6 @@ import inspect
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import pytest
 
 import shardstore.errors
 import shardstore.progress
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
+from tests.helpers.processes import run_to_end
 from tests.helpers.programs import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_programs(page: str, tmp_path: Path, s3_server: S3Server) -> None:
+def test_every_program_of_a_page_runs(page: str, tmp_path: Path, s3_server: S3Server) -> None:
     store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
     text = (ROOT / page).read_text(encoding="utf-8")
     run_page(text, tmp_path, store, torchrun=page == "README.md")
@@ -85,7 +85,7 @@ def test_every_step_of_a_save_and_of_a_load_is_a_function() -> None:
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     """Broken links and anchors, and names that the API has no docstring for, are errors."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_to_end(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for page in PAGES[2:]:
         assert (tmp_path / Path(page).relative_to("docs").with_suffix(".html")).exists(), page

@@ -21,6 +21,7 @@ import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.processes import run_to_end
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD_SIZE = 4
@@ -142,13 +143,7 @@ def _run(
         print("finished")
     """
     program = "\n".join(map(textwrap.dedent, (start, script, end)))
-    return subprocess.run(
-        [_interpreter(which), "-I", "-W", "error::UserWarning", "-c", program, str(root)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_to_end([_interpreter(which), "-I", "-W", "error::UserWarning", "-c", program, root])
 
 
 def _check(script: str, root: Path, never: str, which: str = "here") -> None:

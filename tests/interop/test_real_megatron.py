@@ -17,6 +17,7 @@ import torch
 import shardstore
 from shardstore import mapping
 from tests.golden import states
+from tests.helpers.processes import run_to_end
 from tests.helpers.ranks_helper import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -61,12 +62,8 @@ def run_megatron(python: Path, layout: str, *actions: str, newest: bool = False)
         where = python.parents[1]
         assert (where / "0.19.2").is_dir(), "scripts/megatron_env unpacks it"
         environment["PYTHONPATH"] = f"{where / '0.19.2'}:{where / 'triton'}"
-    done = subprocess.run(
+    done = run_to_end(
         [python, "-W", "ignore", ROOT / "tests/golden/megatron_ranks.py", layout, *actions],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-6000:]
@@ -87,7 +84,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp1dp2", "tp2dp1"])
-def test_both_read_what_the_other_wrote(
+def test_megatron_and_we_read_each_others_checkpoints(
     tmp_path: Path, ours: Path, python: Path, layout: str
 ) -> None:
     read = [f"load={place}" for place in ours.iterdir() if place.name != "whole"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import run_to_end
 from tests.helpers.same_answers import answers
 
 ROOT = Path(__file__).parents[2]
@@ -45,13 +45,9 @@ def test_megatron_still_answers_so(tmp_path: Path, version: str) -> None:
         pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
     told = tmp_path / "answers.json"
     program = ROOT / "tests" / "helpers" / "same_answers.py"
-    done = subprocess.run(
+    done = run_to_end(
         [found / "bin" / "python", program, "megatron.core.dist_checkpointing", told],
         env={**os.environ, "PYTHONPATH": f"{found / version}:{found / 'triton'}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     given, wanted = json.loads(told.read_text()), json.loads(GOLDEN.read_text())

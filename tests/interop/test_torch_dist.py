@@ -134,7 +134,7 @@ def test_files_outside_of_the_checkpoint_are_refused(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("keep", [0, 10, 200])
-def test_truncated_metadata(tmp_path: Path, keep: int) -> None:
+def test_truncated_metadata_is_damage(tmp_path: Path, keep: int) -> None:
     place = simple(tmp_path / "c")
     (place / ".metadata").write_bytes((place / ".metadata").read_bytes()[:keep])
     with pytest.raises(DamagedCheckpointError, match="metadata"):
@@ -164,7 +164,7 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
         shardstore.load_plain_tensors(place)
 
 
-def test_a_key_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_key_names_the_nearest(tmp_path: Path) -> None:
     wanted = {"w": ShardedTensor.from_rank_offsets("embedding.wight", torch.zeros(12, 6))}
     with pytest.raises(MissingKeyError, match=r"embedding\.weight"):
         shardstore.load(wanted, GOLDEN / "tp2dp1")

@@ -4,7 +4,6 @@ checkpoint manager, Lightning's Fabric and Trainer."""
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 import zarr
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
+from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,18 +31,14 @@ def python() -> Path:
 def run(python: Path, program: str, *arguments: object, **environment: str) -> None:
     """Two ranks of a program under torchrun."""
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*command, ROOT / "tests" / "interop" / "trainers" / program, *map(str, arguments)],
+    ended = run_to_end(
+        [*command, ROOT / "tests" / "interop" / "trainers" / program, *arguments],
         env={
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
             **environment,
         },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-20000:]
 

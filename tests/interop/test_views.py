@@ -72,7 +72,7 @@ def bytes_below(place: Path) -> int:
 
 
 @pytest.mark.parametrize("how", SAVES)
-def test_by_every_strategy(tmp_path: Path, how: str) -> None:
+def test_every_strategy_writes_the_bytes_of_a_view_alone(tmp_path: Path, how: str) -> None:
     SAVES[how](state(), tmp_path / "c")
     assert bytes_below(tmp_path / "c") < MOST_BYTES
     wanted = {
@@ -96,13 +96,13 @@ def test_by_the_writer_for_dcp(tmp_path: Path, allow_pickle: bool) -> None:
 
 
 @pytest.mark.parametrize("target_format", ["dcp", "megatron", "shardstore"])
-def test_by_conversions(tmp_path: Path, target_format: str) -> None:
+def test_conversions_write_the_bytes_of_a_view_alone(tmp_path: Path, target_format: str) -> None:
     shardstore.save(state(), tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", target_format=target_format)
     assert bytes_below(tmp_path / "b") < MOST_BYTES
 
 
-def test_for_the_comparison_of_ranks(caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_compare_the_bytes_of_a_view_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Of the common values of rank 0, which the other ranks receive."""
     common = state(sharded=False)
     sent = pickled(comparable(common, None))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -18,6 +17,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("shardstore", "pyproject.toml", "README.md", "LICENSE")
@@ -27,15 +28,7 @@ def run(*command: object, cwd: Path) -> str:
     """Standard output of a command that must end well, without the repository on its path."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = run_to_end(command, cwd=cwd, env=environment, timeout=250)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -19,9 +19,9 @@ import zarr
 from torch.utils.data import DataLoader, Dataset
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.errors import ArgumentError, MissingKeyError, NotACheckpointError, StorageError
+from testing.s3_servers import S3Server
 
 START_METHODS = ["spawn", "forkserver"]
 
@@ -67,7 +67,9 @@ class Rows(Dataset[Any]):
         return torch.from_numpy(self.rows[i])
 
 
-def test_to_workers(tmp_path: Path, workers: ProcessPoolExecutor) -> None:
+def test_opened_arrays_travel_to_worker_processes(
+    tmp_path: Path, workers: ProcessPoolExecutor
+) -> None:
     shardstore.save(state(), tmp_path / "c")
     ckpt = shardstore.open(tmp_path / "c")
     assert np.array_equal(workers.submit(read, ckpt["w"]).result(), ckpt["w"][2:4])
@@ -110,7 +112,9 @@ def test_a_replaced_checkpoint_is_an_error_in_the_worker(
         workers.submit(unpickled, work, data).result()
 
 
-def test_what_another_program_wrote(tmp_path: Path, workers: ProcessPoolExecutor) -> None:
+def test_arrays_of_other_programs_travel_to_workers(
+    tmp_path: Path, workers: ProcessPoolExecutor
+) -> None:
     """Groups of both formats, and single arrays."""
     for zarr_format in (2, 3):
         place = tmp_path / f"v{zarr_format}"
@@ -121,7 +125,7 @@ def test_what_another_program_wrote(tmp_path: Path, workers: ProcessPoolExecutor
             assert workers.submit(list, ckpt).result() == [key]
 
 
-def test_a_place_that_is_gone(tmp_path: Path) -> None:
+def test_a_place_that_is_gone_is_an_error_in_the_worker(tmp_path: Path) -> None:
     shardstore.save(state(), tmp_path / "c")
     data = pickle.dumps(shardstore.open(tmp_path / "c")["w"])
     (tmp_path / "c").rename(tmp_path / "d")

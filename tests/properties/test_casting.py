@@ -199,7 +199,7 @@ def test_each_format_and_store(place: str, backend: tuple[str, int], tmp_path: P
 
 
 @pytest.mark.parametrize("rows", [3, 40, 50])
-def test_cut_or_padded(rows: int, tmp_path: Path) -> None:
+def test_a_cast_tensor_may_be_cut_or_padded(rows: int, tmp_path: Path) -> None:
     tensor = torch.randn(40, 3)
     shardstore.save({"w": whole("w", tensor)}, tmp_path / "c", durable=False)
     given_ = torch.full((rows, 3), 7, dtype=torch.float16)
@@ -251,7 +251,7 @@ def test_plain_tensors_and_a_device_for_new_ones(tmp_path: Path) -> None:
     assert same(loaded["a"], state["a"].double())
 
 
-def test_a_manager_passes_it_on(tmp_path: Path) -> None:
+def test_a_manager_passes_cast_on(tmp_path: Path) -> None:
     tensor = torch.randn(9)
     with shardstore.CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": whole("w", tensor)}, durable=False)

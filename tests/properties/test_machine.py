@@ -26,16 +26,16 @@ from hypothesis.stateful import (
 )
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import FileSystemIO
+from testing.s3_proxy import FaultProxy
+from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
 from tests.helpers.deaths import dies
-from tests.helpers.s3_proxy import FaultProxy
 
 steps = st.integers(0, 5)
 values = st.integers(1, 3)
@@ -351,15 +351,15 @@ def run(machine: type[Machine], examples: int, count: int) -> None:
         run_state_machine_as_test(machine, settings=chosen)
 
 
-def test_in_memory() -> None:
+def test_any_order_of_operations_holds_in_memory() -> None:
     run(InMemory, 10, 15)
 
 
-def test_on_disk() -> None:
+def test_any_order_of_operations_holds_on_disk() -> None:
     run(OnDisk, 5, 10)
 
 
-def test_on_s3(s3_server: S3Server) -> None:
+def test_any_order_of_operations_holds_on_s3(s3_server: S3Server) -> None:
     on_s3(s3_server, 2, 8)
 
 
@@ -371,12 +371,12 @@ def on_s3(server: S3Server, examples: int, count: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_long_on_s3(s3_server: S3Server) -> None:
+def test_long_orders_of_operations_hold_on_s3(s3_server: S3Server) -> None:
     on_s3(s3_server, 50, 50)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("machine", [InMemory, OnDisk])
-def test_long(machine: type[Machine]) -> None:
+def test_long_orders_of_operations_hold(machine: type[Machine]) -> None:
     run(machine, 1000, 200)

@@ -296,7 +296,7 @@ def test_large_running_checksums_are_those_of_the_files(large: Large) -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(data=st.data())
-def test_large_regions(large: Large, data: st.DataObject) -> None:
+def test_any_region_of_large_chunks_is_read(large: Large, data: st.DataObject) -> None:
     meta, array, place, manifest = large
     box = data.draw(regions(meta.shape))
     style = data.draw(st.sampled_from(("plain", "transposed", "strided")))
@@ -484,7 +484,9 @@ def test_a_flipped_byte_is_found_by_every_read_that_touches_its_block(
 @pytest.mark.parametrize("box", [Box((0, 0), (700, 300)), Box((390, 7), (20, 2))])
 @pytest.mark.parametrize("kind", [with_files, with_tensorstore])
 @pytest.mark.parametrize("length", [0, 1, 4096, 479_999, 480_003])
-def test_truncated(sound: Large, box: Box, kind: Callable[[Location], Read], length: int) -> None:
+def test_a_truncated_chunk_is_an_error(
+    sound: Large, box: Box, kind: Callable[[Location], Read], length: int
+) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     content = path.read_bytes()
@@ -494,7 +496,7 @@ def test_truncated(sound: Large, box: Box, kind: Callable[[Location], Read], len
     assert (caught.value.rank, caught.value.url) == (RANK, str(path))
 
 
-def test_longer(sound: Large) -> None:
+def test_a_chunk_with_more_bytes_is_an_error(sound: Large) -> None:
     """What is behind the checksum is damage too, though TensorStore does not mind."""
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
@@ -514,7 +516,7 @@ def test_a_flipped_stored_checksum(sound: Large, kind: Callable[[Location], Read
 
 
 @pytest.mark.parametrize("kind", [with_files, with_tensorstore])
-def test_missing(sound: Large, kind: Callable[[Location], Read]) -> None:
+def test_a_missing_chunk_is_an_error(sound: Large, kind: Callable[[Location], Read]) -> None:
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
     with damaged(path, None):

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import EmbeddedServer, S3Server
 from shardstore.errors import StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -28,7 +27,8 @@ from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.s3_proxy import Fault, FaultProxy
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import EmbeddedServer, S3Server
 
 CHUNK = 64 * 1024
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)

@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.convert import convert
 from shardstore.errors import (
     CheckpointExistsError,
@@ -23,6 +22,7 @@ from shardstore.errors import (
 )
 from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 from tests.helpers.cli_checkpoints import Cli
 from tests.helpers.conversions import killed_conversion, same, some_tensors, tensors_of
 
@@ -116,7 +116,9 @@ def test_a_file_is_put_under_its_very_name(bucket: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zarr/tp2dp2", "torch_dist/tp2dp1"])
-def test_what_megatron_wrote(name: str, bucket: str, tmp_path: Path) -> None:
+def test_checkpoints_of_megatron_are_converted_on_s3(
+    name: str, bucket: str, tmp_path: Path
+) -> None:
     source = GOLDEN / f"megatron-core-0.15.3-{name}"
     start = upload(source, f"{bucket}/m")
     with torch.serialization.safe_globals([io.BytesIO]):

@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 from tests.helpers import dtensor_states
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -157,7 +157,7 @@ def test_each_ranks_part_is_in_the_commit(saved: str, s3_server: S3Server) -> No
     assert all(seconds > 0 for seconds in commit["ranks"]["write_s"])
 
 
-def test_nothing_there(s3_server: S3Server) -> None:
+def test_an_absent_place_is_an_error_of_dcp(s3_server: S3Server) -> None:
     place = f"s3://{s3_server.new_bucket()}/none"
     reader = StorageReader(place, storage_options=s3_server.storage_options)
     with pytest.raises(CheckpointException) as caught:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -14,11 +13,12 @@ from pathlib import Path
 import pytest
 
 import shardstore
-from scripts.s3_servers import ROOT, S3Server
 from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
+from testing.s3_servers import ROOT, S3Server
+from tests.helpers.processes import run_to_end
 from tests.helpers.s3_checkpoints import state
 
 
@@ -44,9 +44,7 @@ class Keys:
     def _admin(self, *arguments: str) -> str:
         folder = Path(os.environ.get("SHARDSTORE_S3_SERVER_DIR", ROOT / ".s3-server"))
         command = ["radosgw-admin", "-c", str(folder / "ceph.conf"), "-n", "client.rgw"]
-        return subprocess.run(
-            [*command, *arguments], check=True, capture_output=True, text=True, timeout=60
-        ).stdout
+        return run_to_end([*command, *arguments], check=True).stdout
 
 
 @pytest.fixture(params=["file", "program", "variables"])
@@ -90,7 +88,7 @@ def exchange(
     return work
 
 
-def test_they_reach_both_clients(
+def test_exchanged_credentials_reach_both_clients(
     exchange: Callable[[], None], radosgw_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two saves, and between two requests of one, once credentials are asked for."""

@@ -330,7 +330,7 @@ def test_a_long_value_of_dcp_that_can_not_be_written_is_the_error(place: str) ->
         shardstore.load_plain_tensors(place)
 
 
-def test_a_comparison_reads_objects_beside_each_other(place: str) -> None:
+def test_a_comparison_reads_objects_at_the_same_time(place: str) -> None:
     """Objects of eight keys: four objects are read together or never."""
     keys = [f"key{i}" for i in range(8)]
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import object_io
 from shardstore.storage.stores.s3 import S3Settings
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import state
 
 WRONG = {
@@ -71,7 +71,7 @@ def failures(server: S3Server, bucket: str) -> Iterator[Callable[[], Any]]:
         yield lambda given=given: shardstore.load({}, url, storage_options=given)  # type: ignore[misc]
 
 
-def test_no_error_that_ours_came_from_has_them(s3_server: S3Server) -> None:
+def test_no_error_or_its_cause_shows_credentials(s3_server: S3Server) -> None:
     bucket = s3_server.new_bucket()
     shardstore.save(
         state(1), f"s3://{bucket}/run/step-1", storage_options=s3_server.storage_options
@@ -84,7 +84,7 @@ def test_no_error_that_ours_came_from_has_them(s3_server: S3Server) -> None:
             assert value not in said
 
 
-def test_no_log_has_them_at_any_level(
+def test_no_log_shows_credentials_at_any_level(
     s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket = s3_server.new_bucket()
@@ -104,7 +104,7 @@ def test_no_log_has_them_at_any_level(
 
 
 @pytest.mark.parametrize("source", ["profile", "program"])
-def test_no_log_has_those_that_a_client_found(
+def test_no_log_shows_credentials_that_a_client_found(
     s3_server: S3Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.errors import ArgumentError, CheckpointExistsError
 from shardstore.storage.commit.checkpoints import sweep
 from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import state
 from tests.helpers.store_suite import Target
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.errors import (
     CheckpointingException,
     ChunkCorruptError,
     StorageError,
 )
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run, state
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 DOCUMENTS = [r"/step-1/zarr\.json$", r"/metadata\.json$", r"/common\.pt$", r"/manifest\.npz$"]
 CHUNK = r"/w/c\.\d"
@@ -28,25 +27,6 @@ def server(request: pytest.FixtureRequest) -> S3Server:
     name = "s3_server" if request.param == "embedded" else "radosgw_server"
     found: S3Server = request.getfixturevalue(name)
     return found
-
-
-@pytest.fixture(scope="module")
-def shared(server: S3Server) -> Iterator[tuple[FaultProxy, Run]]:
-    with FaultProxy(server.endpoint_url) as proxy:
-        run = Run.new(server.at(proxy.endpoint_url), server)
-        run.save_directly(1)
-        yield proxy, run
-
-
-@pytest.fixture
-def proxy(shared: tuple[FaultProxy, Run]) -> Iterator[FaultProxy]:
-    yield shared[0]
-    shared[0].clear()
-
-
-@pytest.fixture
-def run(shared: tuple[FaultProxy, Run]) -> Run:
-    return shared[1]
 
 
 def load(run: Run) -> dict[str, Any]:
@@ -121,7 +101,7 @@ def test_a_spoiled_document_is_an_error_or_makes_no_difference(
 
 
 @pytest.mark.parametrize("path", [DOCUMENTS[0], CHUNK], ids=["document", "chunk"])
-def test_what_never_ends_is_an_error(run: Run, proxy: FaultProxy, path: str) -> None:
+def test_a_load_that_is_always_refused_is_an_error(run: Run, proxy: FaultProxy, path: str) -> None:
     if run.direct.name == "radosgw":
         pytest.skip("no request reaches a server")
     proxy.add(Fault.SLOW_DOWN, methods=("GET",), path=path, count=None)
@@ -129,7 +109,7 @@ def test_what_never_ends_is_an_error(run: Run, proxy: FaultProxy, path: str) -> 
         load(run)
 
 
-def test_a_large_chunk_may_come_slowly(server: S3Server) -> None:
+def test_a_slow_large_chunk_is_no_error(server: S3Server) -> None:
     """What counts is that bytes come, not that all of them do within the wait for an answer."""
     with FaultProxy(server.endpoint_url) as proxy:
         run = Run.new(server.at(proxy.endpoint_url), server, config_kwargs={"read_timeout": 1})

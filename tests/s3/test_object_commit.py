@@ -338,7 +338,7 @@ def test_a_commit_that_the_store_refused_leaves_nothing(
     assert place.remote.walk() == []
 
 
-def test_of_many_claims_at_a_time_each_has_a_number_of_its_own(target: Target) -> None:
+def test_simultaneous_claims_have_different_numbers(target: Target) -> None:
     place = target("many")
     with ThreadPoolExecutor(12) as pool:
         attempts = list(pool.map(lambda _: object_commit.claimed(place), range(12)))
@@ -351,7 +351,7 @@ def test_of_many_claims_at_a_time_each_has_a_number_of_its_own(target: Target) -
             attempt.check()
 
 
-def test_who_is_late_with_a_file_does_not_write_into_the_one_in_its_place(tmp_path: Path) -> None:
+def test_a_late_writer_does_not_write_into_a_newer_file(tmp_path: Path) -> None:
     """On files an object is made and filled in two steps, with time between them."""
     place = Location.of(f"local://{tmp_path}/late")
     assert place.remote.create("w/other", b"")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor, delete_checkpoint, sweep
 from shardstore.errors import (
     AccessPatternError,
@@ -27,10 +26,11 @@ from shardstore.storage.commit.identity import ATTEMPTS, is_committed
 from shardstore.storage.commit.objects import ObjectAttempt
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
+from testing.s3_servers import S3Server
 from tests.helpers.store_suite import Target, assert_small_state, small_state, unfinished_save
 
 
-def test_what_is_not_ours_is_known() -> None:
+def test_names_of_foreign_objects_are_told_from_ours() -> None:
     names = [
         *("zarr.json", "metadata.json", "common.pt", "notes.txt", "w/zarr.json", "w/c.0.1", "w/c"),
         *("v1/.zarray", "v1/0.1", "o/shard_0.1_2.2.pt", "w/readme.md", ".attempts/000001.json"),
@@ -219,7 +219,7 @@ def test_a_deletion_that_was_outbid_before_it_began_deletes_nothing(
     assert place.remote.walk() == []
 
 
-def test_of_deletions_at_a_time_all_is_gone(target: Target) -> None:
+def test_simultaneous_deletions_delete_everything(target: Target) -> None:
     place = target("deletions")
     shardstore.save(small_state(1.0), place.place)
     start = threading.Barrier(4)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.errors import RanksError, StorageError
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.tensorstore import KvStoreIO, kvstore_spec
+from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 

@@ -12,12 +12,12 @@ import zarr
 import zarr.codecs
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore.errors import MissingKeyError
 from shardstore.mapping import ShardedObject, ShardedTensor
+from testing.s3_servers import S3Server
 
 
-def test_a_checkpoint(s3_server: S3Server) -> None:
+def test_a_checkpoint_on_s3_is_opened(s3_server: S3Server) -> None:
     url, options = f"s3://{s3_server.new_bucket()}/run/step-1", s3_server.storage_options
     values = torch.arange(600.0).reshape(30, 20)
     state = {

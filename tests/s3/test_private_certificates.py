@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.s3_servers import S3Server
-from tests.helpers.s3_proxy import FaultProxy
+from testing.s3_proxy import FaultProxy
+from testing.s3_servers import S3Server
+from tests.helpers.processes import run_to_end
 
 if shutil.which("openssl") is None:
     pytest.skip("no openssl here to make certificates with", allow_module_level=True)
@@ -117,7 +118,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
         ("nothing", "shardstore", ""),
     ],
 )
-def test_who_moves_chunks(
+def test_the_client_that_knows_the_certificate_moves_chunks(
     s3_server: S3Server, authority: Authority, given: str, first: str, by: str
 ) -> None:
     """The variable reaches TensorStore unless the program imported it first; an option never does.
@@ -133,14 +134,7 @@ def test_who_moves_chunks(
             environment["AWS_CA_BUNDLE"] = str(authority.root)
         options = {"client_kwargs": {"verify": str(authority.root)}} if given == "option" else {}
         program = [sys.executable, "-c", textwrap.dedent(PROGRAM), f"s3://{bucket}/run"]
-        ended = subprocess.run(
-            [*program, json.dumps(options), first],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        ended = run_to_end([*program, json.dumps(options), first], env=environment)
         agents = {r.headers["user-agent"] for r in proxy.passed() if "/w/c" in r.path}
     if not by:
         assert "the server's certificate is not trusted" in ended.stderr

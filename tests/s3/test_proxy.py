@@ -20,8 +20,8 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from scripts.s3_servers import S3Server
-from tests.helpers.s3_proxy import Fault, FaultProxy
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 
 # What other tests rest on; a release asks it too.
 pytestmark = pytest.mark.long
@@ -125,7 +125,9 @@ def test_an_answer_that_ends_early_is_an_error(
     assert client.get_object(Bucket=bucket, Key="x")["Body"].read() == BODY
 
 
-def test_answers_that_lie_do_so_unseen(client: Any, proxy: FaultProxy, bucket: str) -> None:
+def test_a_changed_answer_is_not_noticed_by_the_client(
+    client: Any, proxy: FaultProxy, bucket: str
+) -> None:
     client.put_object(Bucket=bucket, Key="x", Body=BODY)
     which = {"methods": ("GET",), "count": 1}
     proxy.add(Fault.SHORTEN_ANSWER, **which)

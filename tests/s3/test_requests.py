@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server
 from shardstore import ShardedTensor
 from shardstore.storage.stores.tensorstore import REQUESTS
+from testing.s3_proxy import FaultProxy, Passed
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import FaultProxy, Passed
 
 ARRAYS = 20
 CONTROL = 10
@@ -90,7 +90,7 @@ def test_deleting_reads_the_root_once(run: Run, proxy: FaultProxy) -> None:
     assert counts[1] == counts[0]
 
 
-def test_what_can_be_under_way_at_once_is(run: Run, proxy: FaultProxy) -> None:
+def test_independent_requests_are_sent_at_the_same_time(run: Run, proxy: FaultProxy) -> None:
     proxy.latency_s = 0.3
     try:
         proxy.most_at_once = 0
@@ -111,7 +111,9 @@ def test_metadata_of_many_arrays_is_one_get(run: Run, proxy: FaultProxy) -> None
 
 
 @pytest.mark.parametrize("signs", [None, True, False])
-def test_what_signatures_cover(s3_server: S3Server, proxy: FaultProxy, signs: bool | None) -> None:
+def test_signatures_cover_the_content_unless_told_not_to(
+    s3_server: S3Server, proxy: FaultProxy, signs: bool | None
+) -> None:
     s3: dict[str, object] = {"addressing_style": "path"}
     if signs is not None:
         s3["payload_signing_enabled"] = signs

@@ -5,19 +5,15 @@ Whatever happens, the checkpoint before it stays, and the next save to the same 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import pytest
 
-from scripts.s3_servers import S3Server
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.commit.checkpoints import latest
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
-LIMIT_S = 60
 PHASES = {
     "look": (("GET",), r"list-type=2"),
     "probe": (("PUT",), r"/\.attempts/probe"),
@@ -41,31 +37,6 @@ ONCE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(s3_server: S3Server) -> S3Server:
-    return s3_server
-
-
-@pytest.fixture(scope="module")
-def shared_proxy(server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(server.endpoint_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="module")
-def shared_run(server: S3Server, shared_proxy: FaultProxy) -> Run:
-    """A run whose first checkpoint is there."""
-    run = Run.new(server.at(shared_proxy.endpoint_url), server)
-    run.save_directly(1)
-    return run
-
-
-@pytest.fixture
-def proxy(shared_proxy: FaultProxy) -> Iterator[FaultProxy]:
-    yield shared_proxy
-    shared_proxy.clear()
-
-
 @pytest.fixture
 def run(shared_run: Run) -> Run:
     client = shared_run.direct.client()
@@ -75,14 +46,12 @@ def run(shared_run: Run) -> Run:
 
 
 def attempt(run: Run) -> CheckpointingException | None:
-    """Save step 2; the error, or None for success; either way within the limit and honest."""
-    began = time.monotonic()
+    """Save step 2; the error, or None for success; what is there afterwards says the same."""
     failure = None
     try:
         run.save(2)
     except CheckpointingException as error:
         failure = error
-    assert time.monotonic() - began < LIMIT_S
     assert run.version(1) == 1
     if failure is None:
         assert run.version(2) == 2
@@ -113,7 +82,7 @@ def test_one_silence_is_got_over(run: Run, proxy: FaultProxy, phase: str) -> Non
 
 
 @pytest.mark.parametrize("phase", ["look", "chunk", "commit"])
-def test_what_never_ends_is_an_error_with_nothing_committed(
+def test_a_save_that_is_always_refused_is_an_error_with_nothing_committed(
     run: Run, proxy: FaultProxy, phase: str
 ) -> None:
     methods, path = PHASES[phase]
@@ -206,7 +175,7 @@ def test_answers_that_a_ceph_gateway_gave_and_nobody_got(radosgw_server: S3Serve
         assert [rule.hits for rule in rules] == [1] * len(phases)
 
 
-def test_slow_is_not_broken(run: Run, proxy: FaultProxy) -> None:
+def test_a_slow_store_is_no_error(run: Run, proxy: FaultProxy) -> None:
     proxy.latency_s, proxy.bytes_per_s = 0.05, 100_000
     assert attempt(run) is None
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import shardstore
-from scripts.bench.memory import peak_rss_bytes, reset_peak
-from scripts.s3_servers import S3Server
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.memory import peak_rss_bytes, reset_peak
+from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from botocore.exceptions import ClientError
 
-from scripts.s3_servers import EmbeddedServer, S3Server, answers
+from testing.s3_servers import EmbeddedServer, S3Server, answers
 
 WRITERS = 32
 

@@ -15,7 +15,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 from tests.helpers.keeping_listings import KeepingMemory, ListingMemory
 from tests.helpers.store_suite import Place, StoreTests
 
@@ -94,24 +94,26 @@ class TestAzure(StoreTests):
         return lambda name: (f"az://tests/{run}/{name}", azure_options)
 
 
-class TestListingMemory(StoreTests):
+class RegisteredMemory(StoreTests):
+    """A file system of the tests under a protocol of its own."""
+
     reads_with_plain_zarr = False
+    protocol = ""
+    kind: type
 
     @pytest.fixture
     def place(self) -> Place:
-        fsspec.register_implementation("listing-memory", ListingMemory, clobber=True)
+        fsspec.register_implementation(self.protocol, self.kind, clobber=True)
         bucket = uuid.uuid4().hex
-        return lambda name: (f"listing-memory://{bucket}/{name}", {})
+        return lambda name: (f"{self.protocol}://{bucket}/{name}", {})
 
 
-class TestKeepingMemory(StoreTests):
-    reads_with_plain_zarr = False
+class TestListingMemory(RegisteredMemory):
+    protocol, kind = "listing-memory", ListingMemory
 
-    @pytest.fixture
-    def place(self) -> Place:
-        fsspec.register_implementation("keeping-memory", KeepingMemory, clobber=True)
-        bucket = uuid.uuid4().hex
-        return lambda name: (f"keeping-memory://{bucket}/{name}", {})
+
+class TestKeepingMemory(RegisteredMemory):
+    protocol, kind = "keeping-memory", KeepingMemory
 
 
 class TestFilesOverFsspec(StoreTests):

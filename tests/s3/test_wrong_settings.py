@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,16 +17,16 @@ import pytest
 import torch
 
 import shardstore
-from scripts.s3_servers import S3Server, free_port
 from shardstore.errors import NotACheckpointError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.stores import remote
 from shardstore.storage.stores.location import Location
 from shardstore.strategies import zarr as zarr_strategy
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import S3Server, free_port
+from tests.helpers.processes import run_to_end
 from tests.helpers.s3_checkpoints import Run, state
-from tests.helpers.s3_proxy import Fault, FaultProxy
 
-LIMIT_S = 30
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -51,12 +49,10 @@ def refused(
     *words: str,
     works: Sequence[Callable[[S3Server, str], None]] = (save, load),
 ) -> None:
-    """All of ``works`` fail, soon, with all these words."""
+    """All of ``works`` fail with all these words."""
     for work in works:
-        began = time.monotonic()
         with pytest.raises((StorageError, NotACheckpointError)) as caught:
             work(server, url)
-        assert time.monotonic() - began < LIMIT_S, f"{work.__name__} took too long"
         text = str(caught.value)
         for word in (url.rsplit("/", 1)[0], *words):
             assert word in text, text
@@ -64,11 +60,11 @@ def refused(
         assert server.key not in repr(caught.value)
 
 
-def test_a_bucket_that_is_not_there(any_s3_server: S3Server) -> None:
+def test_an_absent_bucket_is_named(any_s3_server: S3Server) -> None:
     refused(any_s3_server, "s3://shardstore-nowhere-0815/run/x", "bucket")
 
 
-def test_a_wrong_key(any_s3_server: S3Server) -> None:
+def test_an_unknown_key_names_the_credentials(any_s3_server: S3Server) -> None:
     url = f"s3://{any_s3_server.new_bucket()}/run/x"
     stranger = replace(any_s3_server, key="AKSTRANGER0000000000", secret="of-nobody-at-all")
     refused(stranger, url, "credentials")
@@ -151,7 +147,7 @@ def answering(status: int, body: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", REGION_ERRORS)
-def test_a_wrong_region(s3_server: S3Server, kind: str) -> None:
+def test_a_wrong_region_is_named(s3_server: S3Server, kind: str) -> None:
     """As Amazon's servers answer; the two that run here take any region."""
     with answering(*REGION_ERRORS[kind]) as endpoint_url:
         refused(s3_server.at(endpoint_url), "s3://bucket/run/x", "region")
@@ -213,10 +209,8 @@ def test_a_character_that_no_header_may_have_is_named_at_once(
         lambda: shardstore.save(state(1), url, storage_options=options),
         lambda: shardstore.load({}, url, storage_options=options),
     ):
-        began = time.monotonic()
         with pytest.raises(StorageError, match=f"{name} has a character") as caught:
             work()
-        assert time.monotonic() - began < 10
         assert "us-east-1" not in str(caught.value)
 
 
@@ -350,14 +344,11 @@ def test_credentials_are_in_nothing_written_printed_or_logged(
     environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     if how == "environment":
         environment |= server.environment
-    ran = subprocess.run(
+    ran = run_to_end(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(about) + "\n",
         env=environment,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
     )
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said

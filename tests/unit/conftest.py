@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 
 
 @pytest.fixture(params=["disk", "s3"])

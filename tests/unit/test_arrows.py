@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
+
+import pytest
 
 import shardstore
 
@@ -91,9 +94,31 @@ def test_rooms_import_only_downwards() -> None:
     assert len(upwards) <= UPWARDS, "\n".join(upwards)
 
 
-def test_sizes() -> None:
+def test_folders_and_files_are_few() -> None:
     folders = Counter(file.parent for file in ROOT.rglob("*.py") if file.name != "__init__.py")
     top = folders.pop(ROOT)
     assert top <= TOP_MODULES
     assert {str(f): n for f, n in folders.items() if n > MODULES_IN_A_FOLDER} == {}
     assert len(MODULES) <= FILES
+
+
+@pytest.mark.parametrize(
+    ("folder", "other"), [("tests", "scripts"), ("scripts", "tests"), ("testing", "scripts tests")]
+)
+def test_tests_and_scripts_share_only_testing(folder: str, other: str) -> None:
+    forbidden = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(other.split())})\b", re.MULTILINE)
+    files = [file for file in (ROOT.parent / folder).rglob("*") if file.is_file()]
+    assert not [str(f) for f in files if forbidden.search(f.read_text("utf-8", "replace"))]
+
+
+def test_unit_tests_mirror_the_package() -> None:
+    """``stores/folder.py`` has its tests in ``unit/.../stores/test_folder.py``, or in several files
+    whose names go on after the module's; a file named after a room tests several of its modules."""
+    unit = ROOT.parent / "tests" / "unit"
+    strays = []
+    for file in unit.rglob("test_*.py"):
+        room, subject = ROOT / file.parent.relative_to(unit), file.stem.removeprefix("test_")
+        names = {module.stem for module in room.glob("*.py")} | {room.name, "arrows"}
+        if not any(subject == name or subject.startswith(f"{name}_") for name in names):
+            strays.append(file.relative_to(unit).as_posix())
+    assert not strays

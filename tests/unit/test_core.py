@@ -23,7 +23,7 @@ from shardstore.errors import DamagedCheckpointError, NotACheckpointError
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_round_trip(tmp_path: Path, kind: type) -> None:
+def test_a_saved_config_is_read_back(tmp_path: Path, kind: type) -> None:
     directory = kind(tmp_path)
     assert maybe_load_config(directory) is None
     assert check_is_distributed_checkpoint(directory) is False
@@ -50,7 +50,7 @@ def test_defaults_fill_in(tmp_path: Path) -> None:
     assert maybe_load_config(tmp_path) == CheckpointingConfig("zarr", 1, "torch", 1)
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_an_absent_folder_has_no_config(tmp_path: Path) -> None:
     assert maybe_load_config(tmp_path / "absent") is None
     assert not check_is_distributed_checkpoint(tmp_path / "absent")
     (tmp_path / "file").write_text("")
@@ -60,7 +60,7 @@ def test_no_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"sharded_backend": "za', b"\xff\xfe"])
-def test_damaged(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_config_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / CONFIG_FNAME).write_bytes(content)
     for read in (maybe_load_config, check_is_distributed_checkpoint):
         with pytest.raises(DamagedCheckpointError, match=r"metadata\.json") as caught:
@@ -79,7 +79,9 @@ def test_damaged(tmp_path: Path, content: bytes) -> None:
         ('{"sharded_backend": 5}', "'sharded_backend': 5"),
     ],
 )
-def test_somebody_elses_document(tmp_path: Path, content: str, text: str) -> None:
+def test_a_document_of_another_program_is_no_config(
+    tmp_path: Path, content: str, text: str
+) -> None:
     (tmp_path / CONFIG_FNAME).write_text(content)
     assert check_is_distributed_checkpoint(tmp_path) is False
     with pytest.raises(NotACheckpointError, match=text) as caught:

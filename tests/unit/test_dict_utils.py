@@ -55,7 +55,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def test_extract() -> None:
+def test_extract_splits_matching_values_from_others() -> None:
     before = state()
     matching, others = extract_matching_values(before, is_int)
     assert matching == {"a": 1, "c": {"d": 2}, "l": [1, [2], {"k": 3}]}
@@ -199,7 +199,7 @@ def test_nested_values_and_items() -> None:
     assert x == [2, {"a": [3]}]
 
 
-def test_maps() -> None:
+def test_maps_apply_a_function_to_all_values() -> None:
     d: dict[str, Any] = {"a": 1, "b": [2, {"c": 3}]}
     dict_map(ten_times, d)
     assert d == {"a": 10, "b": [20, {"c": 30}]}
@@ -221,7 +221,7 @@ def test_maps() -> None:
     assert mapped["none"] is not y["none"]
 
 
-def test_merge_is_in_place() -> None:
+def test_merge_changes_the_first_dict() -> None:
     left = {"a": {"x": 1}, "l": [{"p": 1}, {}], "none": []}
     right: dict[str, Any] = {"a": {"y": {"z": 1}}, "l": [{"q": 2}, {"r": 3}], "b": 2, "none": []}
     merged = merge(left, right)

@@ -73,7 +73,7 @@ def test_independent_of_the_order_in_which_shards_are_listed(
     assert all(rank in shards[name][0] for name, rank in first.items())
 
 
-def test_world_of_one() -> None:
+def test_one_rank_distributes_nothing() -> None:
     shard = ShardedTensor.from_rank_offsets("k", torch.zeros(2))
     assert determine_main_replica_uniform_distribution({"k": shard}, None) is None
     shard_id = ("k", (0,), None)

@@ -95,7 +95,7 @@ def test_further_attributes_are_passed_on() -> None:
     ],
     ids=["parameter", "meta", "strided", "bf16", "float8"],
 )
-def test_kinds_of_tensors(tensor: torch.Tensor) -> None:
+def test_tensors_of_any_kind_are_described(tensor: torch.Tensor) -> None:
     shard = ShardedTensor.from_rank_offsets("k", tensor, (0, 1, 3))
     assert shard.data is tensor
     assert shard.dtype == tensor.dtype
@@ -260,7 +260,7 @@ def test_flat_data_must_be_one_dimensional_and_as_long_as_the_range() -> None:
         )
 
 
-def test_coordinates() -> None:
+def test_coordinates_of_a_flattened_range() -> None:
     shard = ShardedTensor.from_rank_offsets_flat(
         "k",
         torch.arange(4.0),
@@ -285,7 +285,7 @@ def test_coordinates() -> None:
 # ---- init_data
 
 
-def test_init_data() -> None:
+def test_init_data_makes_the_local_tensor() -> None:
     shard = described(data=None)
     shard.init_data("cpu", torch.ones)
     assert shard.data is not None
@@ -475,7 +475,7 @@ def test_nonpersistent_object() -> None:
     assert LocalNonpersistentObject(thing).unwrap() is thing
 
 
-def test_base_is_abstract() -> None:
+def test_the_base_class_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         ShardedBase()  # type: ignore[abstract]
 
@@ -609,7 +609,9 @@ def test_merge_at_the_root() -> None:
         ({"z": 1}, {"z": {"b": halves()}}, "int was loaded"),
     ],
 )
-def test_structures_that_do_not_fit(loaded: Any, factories: Any, text: str) -> None:
+def test_factory_merges_of_other_structures_are_refused(
+    loaded: Any, factories: Any, text: str
+) -> None:
     with pytest.raises(ValueError, match=text) as caught:
         apply_factory_merges(loaded, factories, key=("p",))
     assert isinstance(caught.value, CheckpointingException)

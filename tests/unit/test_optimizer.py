@@ -163,7 +163,7 @@ def test_state_of_an_unknown_parameter(model: Any) -> None:
     assert isinstance(caught.value, CheckpointingException)
 
 
-def test_before_the_first_step(model: Any) -> None:
+def test_the_state_before_the_first_step_is_empty(model: Any) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     state = optimizer.state_dict()
     optim_state_to_sharding_state(state, {}, ("step",))

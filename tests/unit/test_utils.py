@@ -108,7 +108,7 @@ OBJ, F, N = "ShardedObject:o", "ShardedTensorFactory:f", "nonpersistent"
         ),
     ],
 )
-def test_splits(split: Any, taken: Any, left: Any) -> None:
+def test_state_dicts_are_split_by_kind(split: Any, taken: Any, left: Any) -> None:
     whole = state()
     assert tuple(map(keys, split(whole))) == (taken, left)
     assert keys(whole) == keys(state())
@@ -273,7 +273,9 @@ def test_scopes_nest(log: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_outside_any_scope(log: pytest.LogCaptureFixture) -> None:
+def test_messages_outside_any_scope_go_to_the_fallback_logger(
+    log: pytest.LogCaptureFixture,
+) -> None:
     with logger_stack() as scope:
         assert scope == ("", utils.fallback_logger)
     debug_msg("alone")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +120,16 @@ def test_tiling_agrees_with_counting(case: tuple[Any, Any]) -> None:
 
 
 def test_tiling_is_near_linear() -> None:
-    """60,000 irregular boxes: quadratic work would be 3.6 * 10^9 comparisons."""
-    rows, height = 30_000, 8
+    """400,000 irregular boxes: quadratic work, 1.6 * 10^11 comparisons, would not end in time."""
+    rows, height = 200_000, 8
     cut = np.arange(rows) % (height - 1) + 1
     top = np.arange(rows) * 2
     offsets = np.stack([np.tile(top, 2), np.concatenate([np.zeros_like(cut), cut])], axis=1)
     shapes = np.stack([np.full(2 * rows, 2), np.concatenate([cut, height - cut])], axis=1)
     boxes = list(zip(offsets.tolist(), shapes.tolist(), strict=True))
-    started = time.process_time()
     assert coverage.find_tiling_fault(boxes, (2 * rows, height)) is None
     boxes[41_234][0][0] += 1
     assert coverage.find_tiling_fault(boxes, (2 * rows, height)) is not None
-    # Far above what it takes (a tenth of a second) and far below what quadratic work would.
-    assert time.process_time() - started < 20
 
 
 def test_staircase_with_a_huge_fragment_grid() -> None:
@@ -401,7 +397,7 @@ def test_metadata_that_is_needed_must_be_given() -> None:
         check({}, StrictHandling.ASSUME_OK_UNEXPECTED, True)
 
 
-def test_flags() -> None:
+def test_strict_flags_are_parsed() -> None:
     assert len(StrictHandling) == 8
     for mode in StrictHandling:
         assert validation.parse_strict_flag(mode) is mode

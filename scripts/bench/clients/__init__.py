@@ -9,14 +9,14 @@ OURS, OVERLAP, BUDGET = "shardstore", "shardstore overlapped", "shardstore 256 M
 DCP_OURS = "dcp-shardstore"
 ROOT_ONLY, DCP_ROOT_ONLY = "shardstore-root-only", "dcp-shardstore-root-only"
 """The same two without documents of the arrays' own."""
-MEGATRON, ORBAX, SAFETENSORS = "megatron-zarr", "orbax", "safetensors"
+MEGATRON, SAFETENSORS = "megatron-zarr", "safetensors"
 RAW = ("raw-1", "raw-2")
 RAW_S3 = ("raw-tensorstore", "raw-obstore")
 RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
 """The same with a small document beside each object: as many objects as Zarr arrays are."""
 COPY, PLAIN = "memory copy", "copy + write"
 DCP, DCP_REUSED, DCP_PINNED = "dcp thread", "dcp reused stager", "dcp pinned stager"
-DIRECT = (*RAW, OURS, "dcp-best", "dcp-default", MEGATRON, SAFETENSORS, ORBAX)
+DIRECT = (*RAW, OURS, "dcp-best", "dcp-default", MEGATRON, SAFETENSORS)
 S3_DIRECT = (*RAW_S3, OURS, "dcp-s3", DCP_OURS)
 LIMITS = (*RAW, *RAW_S3, *RAW_DOCUMENTS, COPY, PLAIN)
 """Not peers, but the least that is possible."""
@@ -45,7 +45,6 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dcp-s3-default": ("dcp:DcpS3", {"threads": 1}),
     MEGATRON: ("megatron:Megatron", {}),
     SAFETENSORS: ("safetensors_file:SafetensorsFile", {}),
-    ORBAX: ("orbax_arrays:Orbax", {}),
 }
 
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from bench.machine import sync_file_system
 from bench.workload import Entry
+from testing.machine import sync_file_system
 
 
 @dataclass(frozen=True)

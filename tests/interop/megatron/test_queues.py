@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".envs" / "megatron"
@@ -25,13 +26,9 @@ def test_requests_run_in_queues_of_others(tmp_path: Path, module: str, options: 
     paths = [ROOT, *(ENVIRONMENT / name for name in ("nvrx", "0.19.2", "triton"))]
     if not all(path.is_dir() for path in paths):
         pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
-    done = subprocess.run(
+    done = run_to_end(
         [sys.executable, Path(__file__).with_name("queues.py"), module, tmp_path, *options],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     assert done.stdout.endswith("done\n")

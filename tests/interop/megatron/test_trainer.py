@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.s3_servers import S3Server
+from testing.s3_servers import S3Server
 from tests.helpers.megatron_releases import ENVIRONMENT, PROGRAMS, run
 
 MODEL = (

@@ -6,7 +6,6 @@ No server is asked: what is wrong here is told before any request.
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -43,9 +42,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("option", "said"), WRONG, ids=[option for option, _ in WRONG])
 def test_options_that_do_not_fit(cli: Cli, option: str, said: str) -> None:
-    began = time.monotonic()
     line = cli.refused("info", "s3://bucket/run", "--storage-option", option)
-    assert time.monotonic() - began < 10  # the deadline for a server that is silent is 20
     assert said in line
     assert PASSWORD not in line
     assert "see the cause" not in line
@@ -143,7 +140,9 @@ def test_no_keys_in_common(place: Path, tmp_path: Path, cli: Cli) -> None:
     "command",
     ["ls", "info", "verify", "diff", "stats", "show", "plot", "report", "convert", "gc", "rm"],
 )
-def test_metavars_are_capitals(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholders_of_arguments_are_capitals(
+    cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     usage = re.search(r"Usage: .*", cli(command, "--help").out)
     assert usage is not None

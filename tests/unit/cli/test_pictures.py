@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,6 +17,7 @@ from shardstore.cli.pictures import MAX_PICTURED
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import CUT, WORLD, Cli, flip, values
+from tests.helpers.processes import run_to_end
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SWITCHES = (
@@ -191,7 +191,7 @@ def as_a_browser_shows(page: Path, profile: Path) -> Page:
     if browser is None:
         pytest.skip("no Chromium is installed here")
     command = [browser, *SWITCHES, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_to_end(command)
     assert done.returncode == 0, done.stderr[-2000:]
     return Page(done.stdout.removeprefix("<!DOCTYPE html>"))
 
@@ -232,7 +232,9 @@ def test_a_long_key_does_not_widen_the_page(tmp_path: Path, cli: Cli) -> None:
     ],
     ids=" ".join,
 )
-def test_plots_are_pictures(pristine: Path, tmp_path: Path, cli: Cli, arguments: list[str]) -> None:
+def test_plots_are_written_as_svg(
+    pristine: Path, tmp_path: Path, cli: Cli, arguments: list[str]
+) -> None:
     kind, *key = arguments
     target = tmp_path / "picture.svg"
     outcome = cli("plot", kind, pristine, *key, "-o", target)

@@ -21,6 +21,7 @@ from shardstore.cli.printing import print_table
 from shardstore.inspection.opened import cells, clean
 from shardstore.mapping import ShardedTensor
 from tests.helpers.cli_checkpoints import Cli
+from tests.helpers.processes import run_to_end
 from tests.helpers.terminal import plain, written_to_terminal
 
 LONG = "decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight"
@@ -83,13 +84,8 @@ def letters(text: str) -> Counter[str]:
 def test_lines_stay_whole_for_programs_and_on_demand(odd: Path, other: Path, command: str) -> None:
     arguments = words(command, odd, other)
     _, drawn = written_to_terminal(*arguments, "--wide", columns=60)
-    done = subprocess.run(
-        [sys.executable, "-m", "shardstore", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "60"},
-        check=False,
+    done = run_to_end(
+        [sys.executable, "-m", "shardstore", *arguments], env={**os.environ, "COLUMNS": "60"}
     )
     assert plain(drawn) == done.stdout
     (line,) = (line for line in done.stdout.splitlines() if LONG in line)
@@ -144,12 +140,8 @@ def run_with(
     redirect: str, *arguments: object, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     command = f'exec "$@" {redirect}'
-    return subprocess.run(
-        ["sh", "-c", command, "sh", sys.executable, "-m", "shardstore", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return run_to_end(
+        ["sh", "-c", command, "sh", sys.executable, "-m", "shardstore", *arguments],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **variables},
     )

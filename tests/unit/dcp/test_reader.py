@@ -1,0 +1,66 @@
+"""Items of a plan that travel as bytes: a list to whoever looks, unpickled only then."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+from shardstore.dcp.reader import SentItems
+
+
+class Item:
+    """Counts how often one is unpickled."""
+
+    unpickled = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Item.unpickled += 1
+        self.__dict__.update(state)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Item) and self.name == other.name
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def sent(items: list[Any]) -> SentItems:
+    found = pickle.loads(pickle.dumps(SentItems(pickle.dumps(items))))
+    assert isinstance(found, SentItems)
+    return found
+
+
+def test_nothing_is_unpickled_before_somebody_looks() -> None:
+    items = [Item(name) for name in "abc"]
+    Item.unpickled = 0
+    there = sent(items)
+    again = pickle.loads(pickle.dumps(there))
+    assert Item.unpickled == 0
+    assert len(there) == 3
+    assert list(there) == items
+    assert Item.unpickled == 3
+    assert there[1] is there[1]
+    assert list(again) == items
+
+
+def test_another_process_reads_the_sent_items() -> None:
+    items = sent([("a", 1), ("b", 2)])
+    program = (
+        "import pickle, sys; got = pickle.load(sys.stdin.buffer); "
+        "sys.stdout.buffer.write(pickle.dumps([*got, ('c', 3)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=pickle.dumps(items), capture_output=True, check=True
+    )
+    assert pickle.loads(done.stdout) == [("a", 1), ("b", 2), ("c", 3)]
+
+
+def test_what_was_changed_abroad_is_what_arrives() -> None:
+    there: Any = sent([Item("a"), Item("b")])
+    there.remove(Item("a"))
+    there.append(Item("c"))
+    assert pickle.loads(pickle.dumps(there)) == [Item("b"), Item("c")]

@@ -1,0 +1,382 @@
+"""Verification of checkpoints that are damaged in every way: everything is found, and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zarr
+
+import shardstore
+from shardstore.dcp import StorageWriter
+from shardstore.inspection.verify import Finding, Verified, verify
+from shardstore.mapping import ShardedTensor
+from shardstore.progress import Progress
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.stores.location import Location
+from tests.helpers.cli_checkpoints import Cli, flip
+
+
+def check(place: Path, **options: Any) -> tuple[Verified, list[Finding]]:
+    found: list[Finding] = []
+    return verify(StoredCheckpoint(Location.of(place)), found.append, **options), found
+
+
+def one(place: Path, kind: str, **options: Any) -> Finding:
+    """The only finding."""
+    result, found = check(place, **options)
+    assert [finding.kind for finding in found] == [kind], found
+    assert (result.damage, result.notes) == ((1, 0) if found[0].severity == "damage" else (0, 1))
+    assert "\n" not in found[0].message
+    assert found[0].path in found[0].message or kind in ("root-damaged", "config-missing")
+    return found[0]
+
+
+def test_files_for_other_programs_belong_to_a_checkpoint(tmp_path: Path) -> None:
+    """The hashes that Megatron-Core compares, and the file that DCP looks for."""
+    tensor = torch.arange(4.0)
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+    shardstore.save(state, tmp_path / "hashed", verify_integrity=True)
+    writer = StorageWriter(tmp_path / "marked", dcp_marker=True)
+    dcp.save({"w": tensor}, storage_writer=writer, no_dist=True)
+    for name, file in (("hashed", "integrity.json"), ("marked", ".metadata")):
+        assert (tmp_path / name / file).is_file()
+        assert check(tmp_path / name)[1] == []
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_intact_checkpoint_has_no_findings(pristine: Path, hashes: bool, threads: int) -> None:
+    seen: list[Progress] = []
+    result, found = check(pristine, hashes=hashes, threads=threads, progress=seen.append)
+    assert found == []
+    assert result.ok
+    assert (result.arrays, result.objects, result.unchecked) == (7, 2, 0)
+    manifest = StoredCheckpoint(Location.of(pristine)).manifest
+    assert manifest is not None
+    assert result.chunks == len(manifest.crc)
+    assert result.bytes == manifest.stored.sum()
+    last = seen[-1]
+    assert (last.operation, last.phase) == ("verify", "done")
+    assert (last.bytes_done, last.chunks_done) == (last.bytes_total, last.chunks_total)
+    assert last.chunks_done == result.chunks
+    done = [event.bytes_done for event in seen]
+    assert sorted(done) == done
+
+
+def chunks(place: Path) -> list[Path]:
+    return sorted(place.glob("layers.0.weight/c.*"))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_flipped_chunk_is_named(place: Path, threads: int) -> None:
+    damaged = chunks(place)
+    assert len(damaged) > 2
+    for path in damaged:
+        flip(path)
+    result, found = check(place, threads=threads)
+    assert result.damage == len(damaged)
+    assert {finding.path for finding in found} == set(map(str, damaged))
+    half = len(damaged) // 2
+    for finding in found:
+        assert finding.kind == "chunk-crc"
+        assert finding.key == "layers.0.weight"
+        assert finding.chunk is not None
+        assert finding.rank == (finding.chunk[0] >= half)
+        assert f"rank {finding.rank}" in finding.message
+        assert str(finding.chunk) in finding.message
+
+
+@pytest.mark.parametrize("position", [0, 700, -5, -4, -1])
+def test_a_flip_anywhere_is_found(place: Path, position: int) -> None:
+    flip(chunks(place)[0], position)
+    one(place, "chunk-crc")
+
+
+def test_missing_short_long_and_unreadable_chunks(place: Path) -> None:
+    path = chunks(place)[1]
+    data = path.read_bytes()
+    for wrong in (b"", data[:-1], data[:100], data + b"x"):
+        path.write_bytes(wrong)
+        finding = one(place, "chunk-size")
+        assert f"has {len(wrong)} bytes, not {len(data)}" in finding.message
+    path.unlink()
+    assert one(place, "chunk-missing").chunk == (1, 0)
+    path.mkdir()
+    assert "no regular file" in one(place, "chunk-unreadable").message
+    path.rmdir()
+    path.symlink_to(path.name)
+    assert "cannot be read" in one(place, "chunk-unreadable").message
+
+
+def test_a_sound_chunk_that_is_not_the_one_saved(place: Path) -> None:
+    """Its own checksum is right: only the manifest can tell."""
+    first, second = chunks(place)[:2]
+    shutil.copyfile(second, first)
+    assert one(place, "chunk-manifest").rank == 0
+
+
+def test_hashes_are_compared_only_when_asked(place: Path) -> None:
+    stored = StoredCheckpoint(Location.of(place))
+    manifest = stored.manifest
+    assert manifest is not None
+    manifest.digest[3, 5] ^= 1
+    (place / "manifest.npz").write_bytes(manifest.to_bytes())
+    assert one(place, "manifest-damaged").chunk is None  # the digest of all of them is another
+    assert [f.kind for f in check(place, hashes=True)[1]] == ["manifest-damaged", "chunk-manifest"]
+
+
+def test_missing_and_damaged_documents_are_found(place: Path) -> None:
+    path = place / "counts" / "zarr.json"
+    text = path.read_text()
+    path.unlink()
+    assert one(place, "document-missing").key == "counts"
+    path.write_text(text[:-5])
+    one(place, "document-damaged")
+    path.write_text("[]")
+    one(place, "document-damaged")
+    path.write_text(text.replace('"int64"', '"uint64"'))
+    assert "data_type" in one(place, "document-differs").message
+    path.write_text(json.dumps(json.loads(text), indent=3))
+    assert check(place)[1] == []
+
+
+def chunk_of(folder: Path) -> Path:
+    return next(folder.glob("c*"))
+
+
+def exchange(folder: Path) -> None:
+    """A chunk with a right checksum of its own, but not the one that was saved."""
+    body = bytes(chunk_of(folder).stat().st_size - 4)
+    chunk_of(folder).write_bytes(body + crc32c(body, 0).to_bytes(4, "little"))
+
+
+def to_folder(folder: Path) -> None:
+    path = chunk_of(folder)
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[set[str], Callable[[Path], object]]] = {
+    "first bit of the chunk": ({"chunk-crc"}, lambda f: flip(chunk_of(f), 0)),
+    "last bit of the checksum": ({"chunk-crc"}, lambda f: flip(chunk_of(f), -1)),
+    "another chunk": ({"chunk-manifest"}, exchange),
+    "a longer chunk": ({"chunk-size"}, lambda f: chunk_of(f).open("ab").write(b"x")),
+    "no chunk": ({"chunk-missing"}, lambda f: chunk_of(f).unlink()),
+    "a folder for a chunk": ({"chunk-unreadable"}, to_folder),
+    "a file too many": ({"foreign"}, lambda f: (f / "x").write_bytes(b"")),
+    "another name": ({"foreign", "chunk-missing"}, lambda f: chunk_of(f).rename(f / "d")),
+    "a bit of the document": ({"document-damaged"}, lambda f: flip(f / "zarr.json", 0)),
+    "a word of the document": ({"document-differs"}, lambda f: flip(f / "zarr.json", 20)),
+    "no document": ({"document-missing"}, lambda f: (f / "zarr.json").unlink()),
+}
+
+
+@pytest.fixture(scope="module", params=[True, False])
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Arrays of one chunk each, with and without documents of their own."""
+    place = tmp_path_factory.mktemp("small") / "step-1"
+    tensors = {
+        "line": torch.arange(10),
+        "point": torch.tensor(2.5),
+        "square": torch.rand(6, 5, dtype=torch.float64),
+        "none": torch.empty(0, 3),
+        "müller": torch.ones(3, dtype=torch.bfloat16),
+        "in/folder": torch.full((4, 4), 3.0),
+    }
+    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+    shardstore.save(state, place, array_documents=request.param)
+    assert check(place)[1] == check(place, hashes=True)[1] == []
+    return place
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("key", ["line", "point", "square", "müller", "in/folder"])
+def test_one_damaged_array_among_small_ones(
+    small: Path, tmp_path: Path, key: str, damage: str
+) -> None:
+    place = Path(shutil.copytree(small, tmp_path / "copy"))
+    folder = place / StoredCheckpoint(Location.of(place)).arrays[key].node
+    kinds, do = DAMAGE[damage]
+    if "document" in damage and not (folder / "zarr.json").exists():
+        pytest.skip("saved without array documents")
+    do(folder)
+    for hashes in (False, True):
+        found = check(place, hashes=hashes)[1]
+        assert {(finding.kind, finding.key) for finding in found} == {(k, key) for k in kinds}
+
+
+def test_an_unexpected_document_is_found(small: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(small, tmp_path / "copy"))
+    root = StoredCheckpoint(Location.of(place)).root
+    assert root is not None
+    if root.array_documents:
+        pytest.skip("saved with array documents")
+    (place / "line" / "zarr.json").write_bytes(root.texts["line"])
+    assert one(place, "foreign").key == "line"
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    """With one bit changed."""
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+def test_files_beside_the_arrays(place: Path) -> None:
+    lost = place / "rng" / "shard_0_2.pt"
+    own = lost.read_bytes()
+    lost.unlink()
+    assert "(0,)" in one(place, "object-missing").message
+    lost.write_bytes(flipped(own, len(own) // 2))
+    assert one(place, "object-damaged").key == "rng"
+    shutil.copy(place / "common.pt", lost)  # whole, and not what was committed
+    assert one(place, "object-damaged").key == "rng"
+    lost.write_bytes(own)
+    others = {path: path.read_bytes() for path in (place / "rng").iterdir()}
+    shutil.rmtree(place / "rng")  # of what is not there at all only the commit knows
+    result, found = check(place)
+    assert [(finding.kind, finding.key) for finding in found] == [("object-missing", "rng")] * 2
+    assert result.damage == 2
+    assert check(place, keys=["w*"])[1] == []
+    (place / "rng").mkdir()
+    for path, data in others.items():
+        path.write_bytes(data)
+    common = (place / "common.pt").read_bytes()
+    data = flipped(common, common.index(b"iteration"))
+    (place / "common.pt").write_bytes(data)
+    one(place, "common-damaged")
+    (place / "common.pt").write_bytes(b"")
+    one(place, "common-damaged")
+    (place / "common.pt").unlink()
+    one(place, "common-missing")
+
+
+def test_a_name_that_claims_many_objects_ends(place: Path) -> None:
+    shutil.copy(place / "common.pt", place / "rng" / "shard_0_99999999999.pt")
+    result, found = check(place)
+    assert {finding.kind for finding in found} == {"object-missing"}
+    assert 0 < result.damage < 20
+
+
+def test_config_manifest_and_root(place: Path) -> None:
+    config = (place / "metadata.json").read_bytes()
+    (place / "metadata.json").unlink()
+    one(place, "config-missing")
+    (place / "metadata.json").write_bytes(config[:9])
+    one(place, "config-damaged")
+    (place / "metadata.json").write_bytes(config)
+
+    manifest = (place / "manifest.npz").read_bytes()
+    (place / "manifest.npz").write_bytes(manifest[:-30])
+    one(place, "manifest-damaged")
+    (place / "manifest.npz").unlink()
+    assert one(place, "manifest-missing").severity == "note"
+    flip(chunks(place)[0])  # is found without it, though not who wrote it
+    _, found = check(place)
+    assert [finding.rank for finding in found if finding.kind == "chunk-crc"] == [None]
+    flip(chunks(place)[0])
+    (place / "manifest.npz").write_bytes(manifest)
+
+    flip(chunks(place)[0])
+    (place / "zarr.json").write_text("{")
+    kinds = [finding.kind for finding in check(place)[1]]
+    assert kinds == ["root-damaged", "chunk-crc"]  # the rest is checked all the same
+    (place / "zarr.json").unlink()
+    assert [finding.kind for finding in check(place)[1]] == ["root-missing", "chunk-crc"]
+
+
+def test_what_does_not_belong_is_a_note(place: Path) -> None:
+    (place / "train.log").write_text("x")
+    (place / "plots").mkdir()
+    (place / "plots" / "a.png").write_text("x")
+    (place / "counts" / "c.1").write_text("x")
+    (place / "counts" / "notes.txt").write_text("x")
+    result, found = check(place)
+    assert result.ok
+    assert result.notes == 4
+    paths = {finding.path.removeprefix(f"{place}/") for finding in found}
+    assert paths == {"train.log", "plots/a.png", "counts/c.1", "counts/notes.txt"}
+
+
+def test_only_the_keys_asked_for(place: Path) -> None:
+    flip(chunks(place)[0])
+    assert check(place, keys=["counts", "layers.1*"])[1] == []
+    one(place, "chunk-crc", keys=["layers.*"])
+
+
+def test_an_array_that_another_program_rewrote(place: Path) -> None:
+    shutil.rmtree(place / "counts")
+    array = zarr.create_array(place / "counts", shape=(30,), chunks=(7,), dtype="f4")
+    array[:] = np.arange(30)
+    root = json.loads((place / "zarr.json").read_text())
+    root["consolidated_metadata"]["metadata"]["counts"] = json.loads(
+        (place / "counts" / "zarr.json").read_text()
+    )
+    (place / "zarr.json").write_text(json.dumps(root))
+    assert one(place, "manifest-stale").severity == "note"
+
+
+def test_compressed_arrays_are_decoded(tmp_path: Path) -> None:
+    root = zarr.create_group(tmp_path / "g")
+    array = root.create_array("a", shape=(50, 3), chunks=(20, 3), dtype="f4")
+    array[:] = np.random.default_rng(1).random((50, 3))
+    zarr.consolidate_metadata(root.store)
+    result, found = check(tmp_path / "g")
+    assert (result.chunks, found) == (3, [])
+    path = tmp_path / "g" / "a" / "c" / "1" / "0"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert one(tmp_path / "g", "chunk-crc").chunk == (1, 0)
+    shutil.rmtree(path.parent)
+    one(tmp_path / "g", "chunk-missing")
+
+
+def test_the_old_layout_as_far_as_it_goes(tmp_path: Path, cli: Cli) -> None:
+    place = tmp_path / "old"
+    data = torch.randn(12, 4).bfloat16()
+    state = {"a/w": ShardedTensor.from_rank_offsets("a/w", data), "step": 1}
+    shardstore.save(state, place, ("zarr", 1))
+    result, found = check(place)
+    assert (found, result.chunks, result.unchecked) == ([], 1, 1)
+    assert "1 without checksums" in cli("verify", place).out
+    assert cli("ls", "--json", place).json["arrays"][0]["dtype"] == "bfloat16"
+    chunk = place / "a%2Fw" / "0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    one(place, "chunk-size")
+    chunk.unlink()
+    one(place, "chunk-missing")
+
+
+def test_the_command_prints_findings_and_sets_the_exit_code(place: Path, cli: Cli) -> None:
+    outcome = cli("verify", place)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("OK: 7 arrays")
+    (place / "train.log").write_text("x")
+    assert cli("verify", place).code == 0
+    assert cli("verify", "--strict", place).code == 1
+    flip(chunks(place)[0])
+    outcome = cli("verify", place)
+    assert outcome.code == 1
+    line = next(line for line in outcome.out.splitlines() if "chunk-crc" in line)
+    assert "(0, 0)" in line
+    assert "'layers.0.weight'" in line
+    assert "rank 0" in line
+    found = cli("verify", "--json", "--hashes", place).json
+    assert (found["ok"], found["damage"], found["notes"]) == (False, 1, 1)
+    assert {f["kind"]: (f["key"], f["chunk"], f["rank"]) for f in found["findings"]} == {
+        "foreign": (None, None, None),
+        "chunk-crc": ("layers.0.weight", [0, 0], 0),
+    }
+    assert cli("verify", place, "counts").code == 0
+    assert cli("verify", place, "layers.0").code == 1  # a prefix, as in `ls`
+    assert "no key matches" in cli.refused("verify", place, "nothing")
+    (place / "zarr.json").write_text("{")
+    assert cli("verify", place).code == 1

@@ -1,0 +1,437 @@
+"""The checkpoint manager in a world of one: names, deletion, damage, what dead programs left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor
+from shardstore.errors import (
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    NotACheckpointError,
+    ShapeMismatchError,
+)
+from shardstore.manager.steps import Steps, what_is_missing
+from shardstore.progress import Progress
+from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
+from tests.helpers.managed import SIZE, damage, managed, state_of, wanted, warnings_of
+from tests.helpers.processes import run_to_end
+
+
+def test_saved_steps_are_restored(place: tuple[str, dict[str, Any]]) -> None:
+    with managed(place) as manager:
+        assert manager.latest() is None
+        assert manager.restore(wanted()[0]) is None
+        record = manager.save(2, state_of(2), metrics={"loss": 0.5})
+        manager.save(10, state_of(10))
+        assert record["stored_bytes"] == 64 * 32 * 4 + 4
+        assert manager.steps() == [2, 10]
+        assert manager.latest() == 10
+        state, data = wanted()
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, restored.damaged, restored.url) == (10, (), manager.url(10))
+        assert restored.state["iteration"] == 10
+        assert data.eq(10).all()
+        restored = manager.restore(state, 2)
+        assert restored is not None
+        assert restored.step == 2
+        assert data.eq(2).all()
+        with pytest.raises(CheckpointExistsError):
+            manager.save(10, state_of(11))
+        manager.save(10, state_of(11), overwrite=True)
+        assert managed(place).restore(state).step == 10  # type: ignore[union-attr]
+        assert data.eq(11).all()
+        with pytest.raises(NotACheckpointError, match=r"no step 3 .*2, 10"):
+            manager.restore(state, 3)
+
+
+def test_old_steps_go_and_others_folders_stay(place: tuple[str, dict[str, Any]]) -> None:
+    root = Location.of(place[0], place[1])
+    with managed(place, keep_last=2, keep_every=40, best=1, metric="loss") as manager:
+        # Somebody's own save, names that are almost ours, and a file.
+        options = {"storage_options": place[1] or None}
+        shardstore.save(state_of(1), f"{place[0]}/step-1", **options)
+        shardstore.save(state_of(1), f"{place[0]}/step-010", **options)
+        shardstore.save(state_of(1), f"{place[0]}/other-10", **options)
+        root.write("notes.txt", b"mine")
+        losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 9.0, 50: 8.0, 60: float("nan")}
+        for step, loss in losses.items():
+            manager.save(step, state_of(step), metrics={"loss": torch.tensor(loss)})
+            assert manager.wait(60)
+        assert manager.steps() == [1, 20, 40, 50, 60]
+    names = ["notes.txt", "other-10", "step-010", "step-1"]
+    assert root.listing() == [*names, "step-20", "step-40", "step-50", "step-60"]
+    # Nothing but what is on the store tells another process the metrics, the NaN included.
+    again = managed(place, keep_last=1, best=1, metric="loss", mode="max")
+    again.save(70, state_of(70))
+    again.close()
+    assert again.steps() == [1, 40, 70]
+
+
+def test_asynchronous_steps_are_retained_too(place: tuple[str, dict[str, Any]]) -> None:
+    with managed(place, keep_last=1) as manager:
+        for step in (1, 2, 3):
+            state = state_of(step)
+            handle = manager.async_save(step, state, metrics={"loss": step})
+            state["w"].data.fill_(-7)
+        assert handle.result(60)["stored_bytes"] > 0
+        assert manager.wait(60)
+        assert manager.steps() == [3]
+        state, data = wanted()
+        manager.restore(state)
+        assert data.eq(3).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "named"),
+    [
+        ("step-3/w/c.0.0", b"\0" * (64 * 32 * 4 + 4), "chunk (0, 0) of key 'w'"),
+        ("step-3/w/c.0.0", None, "chunk (0, 0) of key 'w' is missing"),
+        ("step-3/common.pt", None, "common.pt is missing"),
+        ("step-3/common.pt", b"PK\3\4 no more", "common.pt"),
+        ("step-3/zarr.json", b'{"zarr_format": 3, ', "zarr.json"),
+        ("step-3/metadata.json", b"{", "metadata.json"),
+    ],
+)
+def test_damage_is_passed_over_loudly(
+    place: tuple[str, dict[str, Any]],
+    name: str,
+    data: bytes | None,
+    named: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = managed(place, keep_last=1, keep_every=1)
+    for step in (1, 2, 3):
+        manager.save(step, state_of(step))
+    manager.close()
+    damage(place, name, data)
+    state, tensor = wanted()
+    restored = manager.restore(state)
+    assert restored is not None
+    assert (restored.step, restored.damaged) == (2, (3,))
+    assert tensor.eq(2).all()
+    assert restored.state["iteration"] == 2
+    (text,) = warnings_of(caplog)
+    assert "step 3" in text
+    assert named in text
+    # Training goes on from 2 and comes by 3 again, which takes the damaged one's place.
+    manager.save(3, state_of(33))
+    manager.close()
+    restored = managed(place).restore(state)
+    assert restored is not None
+    assert (restored.step, restored.damaged) == (3, ())
+    assert tensor.eq(33).all()
+
+
+def test_verify_first_finds_what_no_rank_asks_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        other = ShardedTensor.from_rank_offsets("other", torch.ones(4))
+        manager.save(step, {**state_of(step), "other": other})
+    (tmp_path / "step-2/other/c.0").write_bytes(bytes(20))
+    state, _ = wanted()
+    assert manager.restore(state).step == 2  # type: ignore[union-attr]
+    events: list[Progress] = []
+    restored = manager.restore(state, verify_first=True, progress=events.append)
+    assert restored is not None
+    assert restored.step == 1
+    assert "'other'" in warnings_of(caplog)[-1]
+    assert [(e.operation, e.phase) for e in events if e.finished] == [
+        ("verify", "failed"),
+        ("verify", "done"),
+        ("load", "done"),
+    ]
+    with pytest.raises(DamagedCheckpointError, match="'other'"):
+        manager.restore(state, 2, verify_first=True)
+
+
+def test_no_whole_step_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state_of(1))
+    manager.save(2, state_of(2))
+    for step in (1, 2):
+        (tmp_path / f"step-{step}/w/c.0.0").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"step 2: .*step 1: "):
+        manager.restore(wanted()[0])
+    with pytest.raises(DamagedCheckpointError, match="missing"):
+        manager.restore(wanted()[0], 2)
+
+
+def test_what_is_no_damage_is_not_passed_over(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state_of(1))
+    manager.save(2, state_of(2, (8, 8)))
+    with pytest.raises(ShapeMismatchError):
+        manager.restore(wanted()[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("w/c.0.0", "has 5 bytes, not 8196"), ("rng/shard_0_1.pt", "shard_0_1.pt is missing")],
+)
+def test_the_newest_whole_step_is_never_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, said: str
+) -> None:
+    """The step that would be kept lost a file right after its commit."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state_of(1))
+    manager.close()
+    gate = threading.Event()
+    manager._later(lambda: assert_set(gate))
+    manager.save(2, {**state_of(2), "rng": ShardedObject("rng", {"seed": 1}, (1,), (0,))})
+    lost = tmp_path / "step-2" / name
+    lost.write_bytes(b"short") if "bytes" in said else lost.unlink()
+    gate.set()
+    manager.close()
+    assert manager.steps() == [1, 2]
+    assert said in warnings_of(caplog)[-1]
+    manager.save(3, state_of(3))
+    manager.close()
+    assert manager.steps() == [3]
+
+
+def test_incomplete_steps_are_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three steps lose a chunk before the background work; each of its three jobs sees them all."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state_of(1))
+    manager.close()
+    gate = threading.Event()
+    manager._later(lambda: assert_set(gate))
+    for step in (2, 3, 4):
+        manager.save(step, state_of(step))
+        (tmp_path / f"step-{step}/w/c.0.0").write_bytes(b"short")
+    gate.set()
+    manager.close()
+    (text,) = warnings_of(caplog)
+    assert text.startswith("3 incomplete step(s) not counted as kept: step 4: ")
+    assert "; step 3: " in text
+    assert "; step 2: " in text
+    assert manager.steps() == [1, 2, 3, 4]
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+def test_a_step_in_use_stays_until_it_is_not(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state_of(1))
+    manager.close()
+    seen: list[list[int]] = []
+
+    def progress(event: Progress) -> None:
+        if event.phase == "begin":  # while step 1 is being restored
+            manager.save(2, state_of(2))
+            manager.close()
+            seen.append(manager.steps())
+
+    state, data = wanted()
+    manager.restore(state, 1, progress=progress)
+    assert seen == [[1, 2]]
+    assert data.eq(1).all()
+    manager.save(3, state_of(3))
+    manager.close()
+    assert manager.steps() == [3]
+    # A base is in use while a save is linked to it; the links hold when it is gone.
+    manager.save(4, state_of(3), base=manager.url(3))
+    manager.close()
+    assert manager.steps() == [4]
+    assert CheckpointManager(tmp_path).restore(state) is not None
+    assert data.eq(3).all()
+
+
+def test_deletion_goes_on_in_the_background(tmp_path: Path) -> None:
+    """A save does not wait until old steps are gone."""
+    manager = managed((str(tmp_path), {}), keep_last=1)
+    go_on = threading.Event()
+    manager._later(lambda: go_on.wait(60) and None)  # the background is busy with something
+    try:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        assert manager.steps() == [1, 2, 3]
+    finally:
+        go_on.set()
+    assert manager.wait(60)
+    assert manager.steps() == [3]
+
+
+def test_equal_content_is_warned_about(
+    place: tuple[str, dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with managed(place) as manager:
+        for step, value in ((1, 5), (2, 6), (3, 5)):
+            state = state_of(value)
+            state["iteration"] = step
+            manager.save(step, state)
+    (text,) = warnings_of(caplog)
+    assert "step 3 are equal to those of step 1" in text
+    caplog.clear()
+    with managed(place) as again:  # from the commits alone
+        again.save(4, state_of(6))
+        again.save(5, {"w": ShardedTensor.from_rank_offsets("v", torch.full(SIZE, 6.0))})
+        again.save(6, state_of(6, (32, 64)))
+    (text,) = warnings_of(caplog)
+    assert "step 4 are equal to those of step 2" in text
+
+
+def test_a_removed_tensor_takes_the_digest_with_it(tmp_path: Path) -> None:
+    extra = ShardedTensor.from_rank_offsets("extra", torch.ones(3))
+    shardstore.save({**state_of(1), "extra": extra}, tmp_path / "step-1")
+    shardstore.save(state_of(1), tmp_path / "step-2")
+    steps = Steps(Location.of(tmp_path), "step-")
+    assert steps.info(1).content not in (None, steps.info(2).content)
+    shardstore.remove_sharded_tensors(tmp_path / "step-1", "extra")
+    assert steps.info(1).content == steps.info(2).content
+    assert what_is_missing(steps.place(1)) is None
+
+
+DIES = """
+import os, sys, torch, shardstore
+from shardstore import ShardedTensor
+from shardstore.storage.commit import folder as commit
+name = sys.argv[2]
+def die(*args, **kwargs):
+    os._exit(9)
+if name == "write":
+    commit.FolderAttempt.commit = die
+else:
+    commit.Location.delete = die
+manager = shardstore.CheckpointManager(sys.argv[1], keep_last=1)
+for step in (7, 8):
+    manager.save(step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8))})
+    manager.close()
+"""
+
+
+@pytest.mark.parametrize("moment", ["write", "delete"])
+def test_what_a_dead_process_left_is_swept(tmp_path: Path, moment: str) -> None:
+    """A save killed before its commit; a deletion killed before its end."""
+    root = tmp_path / "run"
+    foreign = root / ".mine.attempt-1"
+    foreign.mkdir(parents=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", DIES, str(root), moment], env=environment, check=False
+    )
+    assert ended.returncode == 9
+    left = [name for name in os.listdir(root) if name.startswith(".step-7.attempt-")]
+    assert len(left) == 1
+    manager = CheckpointManager(root)
+    manager.save(9, state_of(9))
+    manager.close()
+    steps = ["step-8", "step-9"] if moment == "delete" else ["step-9"]
+    assert sorted(os.listdir(root)) == [".mine.attempt-1", *steps]
+
+
+ENDS = """
+import atexit, sys, torch, shardstore
+from shardstore import ShardedTensor
+manager = shardstore.CheckpointManager(sys.argv[1], keep_last=1)
+state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8))}
+if sys.argv[2] == "at exit":
+    other = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8))}
+    atexit.register(manager.save, 3, other, progress=print)
+for step, save in ((1, manager.save), (2, manager.async_save)):
+    state["w"].data.fill_(step)
+    save(step, state, progress=print)
+"""
+
+
+@pytest.mark.parametrize("last", ["step-2", "step-3"])
+def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path, last: str) -> None:
+    """One whose exit function saves, too."""
+    when = "at exit" if last == "step-3" else "before"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ENDS, str(tmp_path), when]
+    ended = run_to_end(command, env=environment, check=True)
+    assert os.listdir(tmp_path) == [last]
+    assert ended.stdout.count("phase='done'") == int(last[-1])
+    assert ended.stderr == ""
+
+
+def test_a_step_of_a_store_is_the_base_of_the_next(s3_server: S3Server) -> None:
+    """By its URL alone: the options are the manager's."""
+    place = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
+    with managed(place, keep_last=1) as manager:
+        manager.save(1, state_of(1.0))
+        record = manager.save(2, state_of(1.0), base=manager.url(1))
+        assert record["reused_bytes"] > 0
+        manager.async_save(3, state_of(1.0), base=manager.url(2)).result()
+        manager.wait()
+        restored = manager.restore(wanted()[0])
+        assert restored is not None
+        assert (restored.step, manager.steps()) == (3, [3])
+
+
+def test_an_interrupted_save_to_a_store_is_swept(s3_server: S3Server) -> None:
+    url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
+    root = Location.of(url, options)
+    CheckpointManager(url, storage_options=options).save(1, state_of(1))
+    for name in root.child("step-1").remote.walk():
+        if name != "zarr.json":
+            root.write(f"step-2/{name}", root.child("step-1").read(name))
+            root.write(f"other/{name}", root.child("step-1").read(name))
+    patient = CheckpointManager(url, storage_options=options)
+    assert patient.restore(wanted()[0]).step == 1  # type: ignore[union-attr]
+    patient.close()
+    assert root.listing() == ["other", "step-1", "step-2"]
+    eager = CheckpointManager(url, storage_options=options, sweep_after=timedelta(0))
+    eager.save(3, state_of(3))
+    eager.close()
+    assert root.listing() == ["other", "step-1", "step-3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"keep_every": True}, "keep_every=True"),
+        ({"best": 2}, "metric"),
+        ({"metric": "loss"}, "best"),
+        ({"best": 1, "metric": "loss", "mode": "least"}, "mode='least'"),
+        ({"prefix": "../"}, "prefix"),
+        ({"prefix": ".step"}, "prefix"),
+    ],
+)
+def test_impossible_policies_are_refused(
+    tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        CheckpointManager(tmp_path, **options)
+
+
+def test_wrong_arguments_save_nothing(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ValueError, match="step=-1"):
+        manager.save(-1, state_of(1))
+    with pytest.raises(TypeError, match=r"step=1\.5"):
+        manager.save(1.5, state_of(1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="metric 'loss'='low'"):
+        manager.save(1, state_of(1), metrics={"loss": "low"})
+    with pytest.raises(TypeError, match=r"strict.*it takes .*durable"):
+        manager.save(1, state_of(1), strict="raise_all")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="metric"):
+        manager.async_save(1, state_of(1), metrics={"loss": torch.ones(2)})
+    with pytest.raises(ValueError, match="compression"):
+        manager.save(1, state_of(1), compression="rar")
+    with pytest.raises(ValueError, match="progress='line'"):
+        manager.save(1, state_of(1), progress="line")  # type: ignore[typeddict-item]
+    with pytest.raises(ValueError, match="progress=7"):
+        manager.restore(wanted()[0], progress=7)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == []

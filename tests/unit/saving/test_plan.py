@@ -1,0 +1,150 @@
+"""Tensors whose elements are not plain memory are refused by key; others of any class are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_map
+
+import shardstore
+from shardstore import ShardedObject, ShardedTensor
+from shardstore.dcp import StorageWriter
+from shardstore.errors import DTypeMismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Quantised(torch.Tensor):
+    """Int8 and a scale, to be seen as float32; every operation sees float32 values."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Quantised({self.inner!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(value: Any) -> Any:
+            return value.inner * 0.5 if isinstance(value, Quantised) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+
+class Kept(Quantised):
+    """Of those that stay themselves if they are detached or copied, as those of torchao."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return Kept(func(args[0].inner))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Plain(torch.Tensor):
+    """A subclass that has memory."""
+
+
+def ints() -> torch.Tensor:
+    return torch.arange(4, dtype=torch.int8)
+
+
+def nested(**options: Any) -> torch.Tensor:
+    made: torch.Tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], **options)
+    return made
+
+
+UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
+    "wrapper": lambda: Quantised(ints()),
+    "kept wrapper": lambda: Kept(ints()),
+    "parameter": lambda: torch.nn.Parameter(Kept(ints())),
+    "nested": nested,
+    "jagged": lambda: nested(layout=torch.jagged),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    "uint4": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.uint4),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.ones(3)),
+}
+
+
+def sharded(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"at": {"bad": ShardedTensor.from_rank_offsets("at.bad", tensor)}}
+
+
+STATES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "sharded": sharded,
+    "shard()": lambda tensor: shardstore.shard({"at": {"bad": tensor}}),
+    "common": lambda tensor: {"at": {"bad": tensor}},
+    "in a tuple": lambda tensor: {"at": {"bad": (1, tensor)}},
+    "in an object": lambda tensor: {"x": ShardedObject("at.bad", {"in": tensor}, (1,), (0,))},
+}
+
+
+@pytest.mark.parametrize("how", STATES)
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_tensors_are_refused_by_key(tmp_path: Path, name: str, how: str) -> None:
+    for number, backend in enumerate([("zarr", 2), ("zarr", 1), ("torch_dist", 1)]):
+        if (how, backend[0]) == ("in an object", "torch_dist"):
+            continue  # DCP pickles objects
+        place = tmp_path / str(number)
+        with pytest.raises(DTypeMismatchError, match=r"at\.bad") as caught:
+            shardstore.save(STATES[how](UNUSUAL[name]()), place, backend)
+        assert any(word in str(caught.value) for word in ("dense", "convert", "Store plain"))
+        with pytest.raises(DTypeMismatchError, match=r"at\.bad"):
+            shardstore.async_save(STATES[how](UNUSUAL[name]()), place, backend).result()
+        assert not place.exists()
+
+
+@pytest.mark.parametrize("name", [n for n in UNUSUAL if n not in ("nested", "jagged", "uint4")])
+def test_unusual_tensors_are_refused_by_key_through_dcp(tmp_path: Path, name: str) -> None:
+    """DCP itself fails for nested tensors and for fewer than 8 bits."""
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(
+            {"at": {"bad": UNUSUAL[name]()}},
+            storage_writer=StorageWriter(tmp_path / "c"),
+            no_dist=True,
+        )
+    (error, _) = caught.value.failures[0]
+    assert isinstance(error, DTypeMismatchError)
+    assert "at.bad" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3).as_subclass(Plain),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.nn.Buffer(torch.ones(3)),
+        AsyncCollectiveTensor(torch.ones(3)),
+        torch.ones(3).as_subclass(Plain)[1:1],
+    ],
+    ids=["subclass", "parameter", "buffer", "collective", "empty"],
+)
+def test_subclasses_with_memory_are_saved(tmp_path: Path, tensor: torch.Tensor) -> None:
+    for number, backend in enumerate([("zarr", 2), ("zarr", 1), ("torch_dist", 1)]):
+        shardstore.save(sharded(tensor), tmp_path / str(number), backend)
+        loaded: Any = shardstore.load_plain_tensors(tmp_path / str(number))
+        assert loaded["at.bad"].tolist() == [1.0] * len(tensor)
+
+
+def test_a_wrapper_of_an_allowed_class_is_refused_too(tmp_path: Path) -> None:
+    """Its pickle would fit only the version of the program that wrote it."""
+    state = {"at": {"bad": Kept(ints())}}
+    with (
+        torch.serialization.safe_globals([Kept]),
+        pytest.raises(DTypeMismatchError, match=r"at\.bad.*not plain memory"),
+    ):
+        shardstore.save(state, tmp_path / "c")

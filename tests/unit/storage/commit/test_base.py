@@ -1,0 +1,339 @@
+"""Saves upon a base: what is the same is linked, what changed is written, each checkpoint stands
+alone; and compressed chunks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstore
+from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
+from shardstore.mapping import ShardedTensor
+from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.movers.counters import counters
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+
+CHUNK = 64 * 1024
+SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
+
+
+def state_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()}
+
+
+def record_of(place: Path) -> dict[str, Any]:
+    root = json.loads((place / "zarr.json").read_text())
+    record: dict[str, Any] = root["attributes"]["shardstore"]["commit"]
+    return record
+
+
+def save(tensors: dict[str, torch.Tensor], place: Path, **options: Any) -> dict[str, int]:
+    """Save in small chunks; what the store was given."""
+    before = counters.copy()
+    shardstore.save(state_of(tensors), place, SMALL, **options)
+    return counters - before
+
+
+def check(tensors: dict[str, torch.Tensor], place: Path) -> None:
+    """By our own verified reads, and by plain zarr."""
+    loaded = shardstore.load_plain_tensors(place)
+    group = zarr.open_group(place, mode="r")
+    for key, tensor in tensors.items():
+        assert torch.equal(loaded[key], tensor)
+        assert (np.asarray(group[key]) == tensor.numpy()).all()
+
+
+@pytest.mark.parametrize("save_in_background", [False, True])
+def test_only_what_changed_is_sent(tmp_path: Path, save_in_background: bool) -> None:
+    """5 % of the chunks changed: at most 6 % of the bytes are written."""
+    tensors = {f"w{i}": torch.randn(20, CHUNK // 4) for i in range(5)}
+    first = save(tensors, tmp_path / "a")
+    for i in range(5):
+        tensors[f"w{i}"][7, 3] += 1
+    if save_in_background:
+        before = counters.copy()
+        handle = shardstore.async_save(
+            state_of(tensors),
+            tmp_path / "b",
+            SMALL,
+            base=tmp_path / "a",
+            staging_budget_bytes=3 * CHUNK,
+        )
+        record = handle.result(60)
+        assert record == record_of(tmp_path / "b")
+        second = counters - before
+    else:
+        second = save(tensors, tmp_path / "b", base=tmp_path / "a")
+    assert second["bytes_written"] <= 0.06 * first["bytes_written"]
+    assert second["chunks_written"] == 5
+    assert second["bytes_reused"] == first["bytes_written"] - second["bytes_written"]
+    record = record_of(tmp_path / "b")
+    assert record["reused_bytes"] == second["bytes_reused"]
+    assert record["stored_bytes"] == first["bytes_written"]
+    shutil.rmtree(tmp_path / "a")
+    check(tensors, tmp_path / "b")
+
+
+def test_any_of_a_chain_may_be_deleted(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(8, CHUNK // 4)}
+    states = []
+    for number in range(4):
+        tensors = {"w": tensors["w"].clone()}
+        tensors["w"][number] = number
+        base = {"base": tmp_path / f"{number - 1}"} if number else {}
+        save(tensors, tmp_path / f"{number}", **base)
+        states.append(tensors)
+    shutil.rmtree(tmp_path / "1")
+    shutil.rmtree(tmp_path / "0")
+    check(states[2], tmp_path / "2")
+    check(states[3], tmp_path / "3")
+    # The base may be what is replaced.
+    states[3]["w"][0] = 11
+    counted = save(states[3], tmp_path / "3", base=tmp_path / "3", overwrite=True)
+    assert counted["chunks_written"] == 1
+    check(states[3], tmp_path / "3")
+
+
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 300)),
+    changes=st.lists(st.integers(0, 2**31), max_size=4),
+)
+def test_only_changed_chunks_of_any_shape_are_written(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, int], changes: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("base")
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
+    tensor = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
+    shardstore.save(state_of({"w": tensor}), folder / "a", strategy)
+    for place in changes:
+        tensor.view(-1)[place % tensor.numel()] = -1
+    shardstore.save(state_of({"w": tensor}), folder / "b", strategy, base=folder / "a")
+    check({"w": tensor}, folder / "b")
+
+
+def test_equal_bytes_in_another_grid_or_type_are_sent(tmp_path: Path) -> None:
+    zeros = torch.zeros(4, CHUNK // 4)
+    save({"w": zeros, "v": zeros}, tmp_path / "a")
+    other = {"w": zeros.view(torch.int32), "v": zeros.reshape(8, -1).clone()}
+    counted = save(other, tmp_path / "b", base=tmp_path / "a")
+    assert counted["bytes_reused"] == 0
+    check(other, tmp_path / "b")
+    counted = save({"w": zeros}, tmp_path / "c", base=tmp_path / "a", compression="zstd")
+    assert counted["bytes_reused"] == 0
+
+
+def test_a_truncated_chunk_of_the_base_is_not_taken_over(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, CHUNK // 4)}
+    save(tensors, tmp_path / "a")
+    with (tmp_path / "a" / "w" / "c.2.0").open("r+b") as chunk:
+        chunk.truncate(100)
+    counted = save(tensors, tmp_path / "b", base=tmp_path / "a")
+    assert counted["chunks_written"] == 1
+    check(tensors, tmp_path / "b")
+
+
+def with_checksum(data: bytes, wanted: int) -> bytes:
+    """Data of the same length whose crc32c is another's: the last four bytes are solved for, bit
+    by bit, as the checksum is linear in them."""
+    head = data[:-4]
+    zero = crc32c(head + bytes(4), 0)
+    rows = [
+        (crc32c(head + (1 << bit).to_bytes(4, "little"), 0) ^ zero, 1 << bit) for bit in range(32)
+    ]
+    rest, found = wanted ^ zero, 0
+    for bit in range(32):
+        pivot = next(row for row in rows if row[0] >> bit & 1)
+        rows.remove(pivot)
+        rows = [(r ^ pivot[0], m ^ pivot[1]) if r >> bit & 1 else (r, m) for r, m in rows]
+        if rest >> bit & 1:
+            rest, found = rest ^ pivot[0], found ^ pivot[1]
+    return head + found.to_bytes(4, "little")
+
+
+def test_an_equal_checksum_is_no_proof(tmp_path: Path) -> None:
+    first = np.random.default_rng(0).bytes(CHUNK)
+    other = with_checksum(b"x" + first[1:], crc32c(first, 0))
+    assert other != first
+    assert crc32c(other, 0) == crc32c(first, 0)
+    tensors = [
+        {"w": torch.frombuffer(bytearray(data), dtype=torch.uint8)} for data in (first, other)
+    ]
+    save(tensors[0], tmp_path / "a", durable=False)
+    counted = save(tensors[1], tmp_path / "b", base=tmp_path / "a", durable=False)
+    assert counted["chunks_written"] == 1
+    check(tensors[1], tmp_path / "b")
+
+
+def damaged(chunk: Path, how: str) -> None:
+    """What happens to a file, its size kept unless said otherwise."""
+    data = bytearray(chunk.read_bytes())
+    if how == "missing":
+        chunk.unlink()
+        return
+    if how == "cut":
+        del data[100:]
+    elif how == "another tail":
+        data[-1] ^= 1
+    else:
+        data[100] ^= 1
+    chunk.unlink()  # a file of its own: others may be links to it
+    chunk.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["missing", "cut", "another tail"])
+def test_damage_that_can_be_seen_at_once_is_not_taken_over(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one chunk; all others are."""
+    tensors = {"w": torch.randn(4, CHUNK // 4)}
+    save(tensors, tmp_path / "a", durable=False)
+    damaged(tmp_path / "a" / "w" / "c.2.0", how)
+    counted = save(tensors, tmp_path / "b", base=tmp_path / "a", durable=False)
+    assert (counted["chunks_written"], counted["bytes_reused"]) == (1, 3 * (CHUNK + 4))
+    assert "w/c.2.0" in caplog.text
+    check(tensors, tmp_path / "b")
+
+
+@pytest.mark.parametrize("save_in_background", [False, True])
+def test_a_damaged_base_is_one_warning(
+    tmp_path: Path, save_in_background: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the number of its damaged chunks, also where chunks are written in several rounds."""
+    tensors = {f"w{i}": torch.randn(4, CHUNK // 4) for i in range(8)}
+    save(tensors, tmp_path / "a", durable=False)
+    for key in tensors:
+        damaged(tmp_path / "a" / key / "c.2.0", "missing")
+        damaged(tmp_path / "a" / key / "c.3.0", "cut")
+    options: dict[str, Any] = {"base": tmp_path / "a", "durable": False}
+    if save_in_background:
+        options["staging_budget_bytes"] = 3 * CHUNK
+        shardstore.async_save(state_of(tensors), tmp_path / "b", SMALL, **options).result(60)
+    else:
+        save(tensors, tmp_path / "b", **options)
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "16 chunk(s)" in warnings[0]
+    check(tensors, tmp_path / "b")
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("save_in_background", [False, True])
+def test_a_flipped_bit_is_found_where_it_is_asked_for(
+    tmp_path: Path,
+    compression: str | None,
+    save_in_background: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensors = {"w": torch.arange(CHUNK, dtype=torch.float32).reshape(4, -1), "v": torch.ones(3)}
+    save(tensors, tmp_path / "a", compression=compression, durable=False)
+    damaged(tmp_path / "a" / "w" / "c.1.0", "a bit")
+    options: dict[str, Any] = {"base": tmp_path / "a", "compression": compression}
+    before = counters.copy()
+    if save_in_background:
+        place = tmp_path / "b"
+        shardstore.async_save(
+            state_of(tensors), place, SMALL, durable=False, verify_base=True, **options
+        ).result(60)
+    else:
+        save(tensors, tmp_path / "b", durable=False, verify_base=True, **options)
+    assert counters.copy()["chunks_written"] - before["chunks_written"] == 1
+    assert "1 chunk(s) of the base" in caplog.text
+    assert "w/c.1.0" in caplog.text
+    check(tensors, tmp_path / "b")
+    # Nothing but the file tells: unread, it is the same file afterwards, and found by who loads it.
+    save(tensors, tmp_path / "c", durable=False, **options)
+    with pytest.raises(DamagedCheckpointError, match=r"\(1, 0\) of key 'w'"):
+        check(tensors, tmp_path / "c")
+
+
+def test_a_whole_base_is_read_once_and_taken_over(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, CHUNK // 4)}
+    first = save(tensors, tmp_path / "a", durable=False)
+    counted = save(tensors, tmp_path / "b", base=tmp_path / "a", verify_base=True, durable=False)
+    assert counted["chunks_written"] == 0
+    assert counted["bytes_read"] == counted["bytes_reused"] == first["bytes_written"]
+    with pytest.raises(ValueError, match="verify_base='yes' must be"):
+        save(tensors, tmp_path / "c", base=tmp_path / "a", verify_base="yes")
+
+
+def test_a_base_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, 4)}
+    with pytest.raises(NotACheckpointError, match="is not a committed checkpoint"):
+        save(tensors, tmp_path / "b", base=tmp_path / "a")
+    save(tensors, tmp_path / "a")
+    (tmp_path / "a" / "manifest.npz").write_bytes(b"no columns")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.npz"):
+        save(tensors, tmp_path / "b", base=tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == ["a"]
+
+
+def test_a_base_on_another_file_system_is_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system")
+    place = other / f"shardstore-{os.getpid()}"
+    tensors = {"w": torch.randn(4, CHUNK // 4)}
+    try:
+        save(tensors, place)
+        counted = save(tensors, tmp_path / "b", base=place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    assert counted["bytes_reused"] == 0
+    assert "cannot be linked" in caplog.text
+    check(tensors, tmp_path / "b")
+
+
+@pytest.mark.parametrize("save_in_background", [False, True])
+def test_compressed_chunks_are_taken_from_a_base(tmp_path: Path, save_in_background: bool) -> None:
+    tensors = {
+        "w": torch.zeros(4, CHUNK // 4),
+        "v": torch.randn(3, 1000).bfloat16().float(),
+        "scalar": torch.tensor(3.0),
+    }
+    if save_in_background:
+        shardstore.async_save(
+            state_of(tensors),
+            tmp_path / "a",
+            SMALL,
+            compression="zstd",
+            staging_budget_bytes=2 * CHUNK,
+        ).result(60)
+    else:
+        save(tensors, tmp_path / "a", compression="zstd")
+    check(tensors, tmp_path / "a")
+    on_disk = sum(p.stat().st_size for p in (tmp_path / "a").glob("*/c*"))
+    assert record_of(tmp_path / "a")["stored_bytes"] == on_disk
+    assert on_disk < 0.5 * 4 * CHUNK
+    codecs = json.loads((tmp_path / "a" / "w" / "zarr.json").read_text())["codecs"]
+    assert [codec["name"] for codec in codecs] == ["bytes", "zstd", "crc32c"]
+    counted = save(tensors, tmp_path / "b", compression="zstd", base=tmp_path / "a")
+    assert counted["chunks_written"] == 0
+    check(tensors, tmp_path / "b")
+
+
+def test_an_unknown_compression_is_refused(tmp_path: Path) -> None:
+    tensors = {"w": torch.zeros(4)}
+    with pytest.raises(ValueError, match="compression='lz4' must be"):
+        save(tensors, tmp_path / "a", compression="lz4")
+    with pytest.raises(FormatVersionError, match="has no compression"):
+        shardstore.save(state_of(tensors), tmp_path / "a", ("zarr", 1), compression="zstd")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_base_is_of_no_use_to_the_layout_of_zarr_v2(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4)}
+    save(tensors, tmp_path / "a")
+    shardstore.save(state_of(tensors), tmp_path / "b", ("zarr", 1), base=tmp_path / "a")
+    assert torch.equal(shardstore.load_plain_tensors(tmp_path / "b")["w"], tensors["w"])

@@ -1,0 +1,592 @@
+"""Attempts and commits: a checkpoint is there whole or not at all, whatever is in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.storage.commit import folder as commit
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.folder import FolderAttempt, begin, leftovers
+from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.movers.files import sync_file_system
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores.location import Location
+from tests.helpers.processes import run_to_end
+
+
+def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
+    attempt = begin(Location.of(target), SaveOptions(overwrite=overwrite))
+    fill(attempt, text)
+    attempt.commit([], durable=durable)
+
+
+def sweep(target: Path, **options: Any) -> list[str]:
+    """What was left beside a target, removed."""
+    found = list(leftovers(str(target.parent), target.name, **options))
+    return [left.location.url for left in found if commit.sweep(left)]
+
+
+def fill(attempt: Attempt, text: str) -> None:
+    attempt.location.write("zarr.json", text.encode())
+    attempt.location.write("w/zarr.json", b"{}")
+    attempt.location.write("w/c.0", text.encode())
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def checkpoint(text: str) -> dict[str, str]:
+    return {"w/c.0": text, "w/zarr.json": "{}", "zarr.json": text}
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_new_checkpoint_appears_in_one_step(tmp_path: Path, durable: bool) -> None:
+    target = tmp_path / "deep" / "down" / "ckpt"
+    attempt = begin(Location.of(target), SaveOptions())
+    other = FolderAttempt(Location.of(target), attempt.id)
+    assert other.location == attempt.location
+    fill(attempt, "one")
+    assert not target.exists()
+    assert not is_checkpoint(attempt.target)
+    sync_file_system(attempt.location)
+    attempt.commit([], durable=durable)
+    assert is_checkpoint(attempt.target)
+    assert content(target) == checkpoint("one")
+    assert os.listdir(target.parent) == ["ckpt"]
+
+
+def test_a_commit_while_the_interpreter_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 and later start no threads then; a save in the background may still commit."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    attempt = begin(Location.of(tmp_path / "checkpoint"), SaveOptions())
+    attempt.put_all([("zarr.json", b"{}")])
+    files = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    attempt.commit([("metadata.json", b"{}")], durable=False)
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["metadata.json", "zarr.json"]
+    assert sorted(os.listdir("/proc/self/fd")) == files
+
+
+def test_an_abandoned_attempt_leaves_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    attempt = begin(Location.of(target), SaveOptions(overwrite=True))
+    fill(attempt, "two")
+    attempt.abandon()
+    attempt.abandon()
+    assert content(target) == checkpoint("one")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    save(target, "one")
+    assert content(target) == checkpoint("one")
+
+
+def test_an_existing_checkpoint_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    for marker in ("zarr.json", "metadata.json"):
+        target.mkdir()
+        (target / marker).write_text("{}")
+        with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
+            begin(Location.of(target), SaveOptions())
+        assert caught.value.url == str(target)
+        assert isinstance(caught.value, FileExistsError)
+        assert content(target) == {marker: "{}"}
+        assert os.listdir(tmp_path) == ["ckpt"]
+        shutil.rmtree(target)
+
+
+def test_overwriting_replaces_it_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    for name in ("manifest.npz", "metadata.json", "common.pt", "gone/zarr.json", "gone/c.0"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text("old")
+    (target / "rng").mkdir()
+    (target / "rng" / "shard_0_1.pt").write_text("old")
+    foreign = {"log.txt": "log", "config/model.yaml": "a: 1", "iter_5/zarr.json": "{}"}
+    foreign["iter_5/metadata.json"] = "{}"
+    for name, text in foreign.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text(text)
+    save(target, "two", overwrite=True)
+    assert content(target) == checkpoint("two") | foreign
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_foreign_files_are_kept(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    (target / "logs").mkdir(parents=True)
+    (target / "logs" / "a.txt").write_text("log")
+    (target / "w").write_text("not an array")
+    (target / "run.yaml").write_text("a: 1")
+    save(target, "one")
+    assert content(target) == checkpoint("one") | {"logs/a.txt": "log", "run.yaml": "a: 1"}
+
+
+def test_one_of_two_attempts_at_once_wins(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    first, second = (
+        begin(Location.of(target), SaveOptions()),
+        begin(Location.of(target), SaveOptions()),
+    )
+    fill(first, "first")
+    fill(second, "second")
+    second.commit([], durable=False)
+    with pytest.raises(CheckpointExistsError, match="already exists: another"):
+        first.commit([], durable=False)
+    first.abandon()
+    assert content(target) == checkpoint("second")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_two_at_once_into_a_folder_with_other_files(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    (target / "log").write_text("log")
+    first, second = (
+        begin(Location.of(target), SaveOptions()),
+        begin(Location.of(target), SaveOptions()),
+    )
+    fill(first, "first")
+    fill(second, "second")
+    second.commit([], durable=False)
+    with pytest.raises(CheckpointExistsError):
+        first.commit([], durable=False)
+    first.abandon()
+    assert content(target) == checkpoint("second") | {"log": "log"}
+
+
+def test_a_reader_of_the_replaced_checkpoint_reads_on(tmp_path: Path) -> None:
+    """An open file of the old checkpoint stays readable; a path never leads to a mixture."""
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    with open(target / "w" / "c.0") as file:
+        save(target, "two", overwrite=True)
+        assert file.read() == "one"
+
+
+def test_without_an_exchange_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        """A C library from before renameat2."""
+
+    monkeypatch.setattr(commit, "_libc", Old())
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    (target / "log").write_text("log")
+    save(target, "two", overwrite=True)
+    assert content(target) == checkpoint("two") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_symlinked_target_stays_a_symlink(tmp_path: Path) -> None:
+    real = tmp_path / "disk" / "real"
+    real.mkdir(parents=True)
+    link = tmp_path / "latest"
+    link.symlink_to(real)
+    for text in ("one", "two"):
+        save(link, text, overwrite=True)
+        assert link.is_symlink()
+        assert content(real) == checkpoint(text)
+    assert sorted(os.listdir(tmp_path)) == ["disk", "latest"]
+    assert os.listdir(tmp_path / "disk") == ["real"]
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "disk" / "new")
+    save(dangling, "three")
+    assert content(tmp_path / "disk" / "new") == checkpoint("three")
+
+
+def test_deleting_a_symlinked_checkpoint_removes_the_link_alone(tmp_path: Path) -> None:
+    """As a step of a run that was moved to another disk, or somebody else's checkpoint."""
+    target, link = tmp_path / "other", tmp_path / "step"
+    save(target, "kept")
+    link.symlink_to(target)
+    commit.delete(Location.of(link))
+    assert not link.is_symlink()
+    assert content(target) == checkpoint("kept")
+
+
+def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="is a file"):
+        begin(Location.of(tmp_path / "file"), SaveOptions(overwrite=True))
+    with pytest.raises(StorageError, match="a file is where a folder should be") as caught:
+        begin(Location.of(tmp_path / "file" / "ckpt"), SaveOptions())
+    assert isinstance(caught.value, OSError)
+    assert (tmp_path / "file").read_text() == "mine"
+    attempt = begin(Location.of(tmp_path / "late"), SaveOptions())
+    (tmp_path / "late").write_text("mine")
+    with pytest.raises(StorageError):
+        attempt.commit([], durable=True)
+    assert (tmp_path / "late").read_text() == "mine"
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="shorten"):
+        begin(Location.of(tmp_path / ("x" * 250)), SaveOptions())
+
+
+# Attempts of processes that are gone.
+
+DYING = """
+import os, signal, sys
+from shardstore.storage.commit.folder import begin
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores.location import Location
+from shardstore.storage.movers.files import sync_file_system
+attempt = begin(Location.of(sys.argv[1]), SaveOptions())
+attempt.location.write("w/c.0", b"half")
+print(attempt.location.url, flush=True)
+if sys.argv[2] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+def other_process(target: Path, what: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING, str(target), what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(tmp_path: Path) -> None:
+    target = tmp_path / "ckpt"
+    dead, dead_attempt = other_process(target, "die")
+    assert dead.wait() == -signal.SIGKILL
+    live, live_attempt = other_process(target, "live")
+    elsewhere, elsewhere_attempt = other_process(tmp_path / "ckpt2", "die")
+    elsewhere.wait()
+    try:
+        assert not os.path.exists(dead_attempt)  # by the other process, as it began
+        mine = begin(Location.of(target), SaveOptions())
+        assert os.path.exists(live_attempt)
+        assert os.path.exists(elsewhere_attempt)
+        assert mine.location.path.exists()
+    finally:
+        live.kill()
+        live.communicate()
+    dead.communicate()
+    elsewhere.communicate()
+    assert sweep(target) == [live_attempt]
+    assert not os.path.exists(live_attempt)
+    assert mine.location.path.exists()
+
+
+@pytest.mark.parametrize("field", ["machine", "pid", "started"])
+def test_an_attempt_of_another_host_is_dead_after_a_day(tmp_path: Path, field: str) -> None:
+    """Of a process of another host, boot or pid namespace nobody here knows whether it lives: that
+    counts as dead once nothing was written for a day."""
+    target = tmp_path / "ckpt"
+    here = begin(Location.of(target), SaveOptions()).location.path
+    assert sweep(target) == []
+    found = commit._ATTEMPT.fullmatch(here.name)
+    assert found is not None
+    other = {"machine": "0" * 12, "pid": "4194305", "started": "1"}[field]
+    start, stop = found.span(field)
+    there = here.rename(here.parent / f"{here.name[:start]}{other}{here.name[stop:]}")
+    if field != "machine":
+        assert sweep(target) == [str(there)]
+        return
+    (there / "w").mkdir()
+    for days, old in ((0.9, False), (1.1, True)):
+        when = time.time() - days * 86400
+        for path in (there / ".owner.json", there / "w", there):
+            os.utime(path, (when, when))
+        assert sweep(target) == ([str(there)] if old else [])
+
+
+def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dying right after the exchange, between the steps of the cleaning up, and before its end."""
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from shardstore.storage.commit import folder as commit
+        from shardstore.storage.options import SaveOptions
+        from shardstore.storage.stores.location import Location
+        attempt = commit.begin(Location.of(sys.argv[1]), SaveOptions(overwrite=True))
+        attempt.location.write("zarr.json", b"two")
+        attempt.location.write("w/zarr.json", b"{}")
+        attempt.location.write("w/c.0", b"two")
+        Location.delete = lambda self, name="": os.kill(os.getpid(), signal.SIGKILL)
+        attempt.commit([], durable=False)
+        """
+    )
+    process = subprocess.run([sys.executable, "-c", script, str(target)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert content(target).items() >= checkpoint("two").items()
+    assert len(os.listdir(tmp_path)) == 2
+    assert len(sweep(target)) == 1
+    assert content(target) == checkpoint("two")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_foreign_files_survive_an_abandoned_commit_that_had_exchanged(tmp_path: Path) -> None:
+    """What stands in the attempt's place after the exchange is not the attempt's to remove."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    (target / "log").write_text("log")
+    attempt = begin(Location.of(target), SaveOptions())
+    fill(attempt, "one")
+    attempt._replace()
+    attempt.abandon()
+    assert content(target) == checkpoint("one") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+@pytest.mark.parametrize("order", ["ABab", "ABba", "AaBb"])
+def test_two_savers_leave_each_other_alone(tmp_path: Path, order: str) -> None:
+    """Each exchanges (capital) and removes what it replaced (small), and nothing else."""
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    (target / "log").write_text("log")
+    attempts = {name: begin(Location.of(target), SaveOptions(overwrite=True)) for name in "AB"}
+    for name, attempt in attempts.items():
+        fill(attempt, name)
+    for step in order:
+        attempt = attempts[step.upper()]
+        attempt._replace() if step.isupper() else attempt.remove()
+    assert content(target) == checkpoint("B") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_last_sync_that_fails_says_that_the_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename is done by then: the error says that the checkpoint is there."""
+
+    sync = commit.fsync
+
+    def fails(path: str) -> None:
+        if path == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    target = tmp_path / "ckpt"
+    save(target, "one")
+    (target / "log").write_text("log")
+    monkeypatch.setattr(commit, "fsync", fails)
+    with pytest.raises(StorageError, match=r"ckpt is committed and can be loaded, but .*power cut"):
+        save(target, "two", overwrite=True, durable=True)
+    assert content(target) == checkpoint("two") | {"log": "log"}
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+# Stores that refuse.
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def unprivileged(script: str, *args: str) -> str:
+    """Output of a script run as another user (where we are root) in a process of its own."""
+    prologue = (
+        "import os, sys\nimport shardstore.storage.commit.folder, shardstore.storage.movers.files\n"
+    )
+    prologue += "if os.geteuid() == 0:\n    os.setegid(65534)\n    os.seteuid(65534)\n"
+    done = run_to_end([sys.executable, "-c", prologue + textwrap.dedent(script), *args])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_read_only_parent(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir(mode=0o555)
+    for folder in (tmp_path, *tmp_path.parents):
+        if not os.stat(folder).st_mode & 0o001 and os.access(folder, os.W_OK):
+            os.chmod(folder, os.stat(folder).st_mode | 0o011)
+    script = """
+        from shardstore.errors import StorageError
+        from shardstore.storage.commit.folder import begin
+        from shardstore.storage.options import SaveOptions
+        from shardstore.storage.stores.location import Location
+        try:
+            begin(Location.of(sys.argv[1]), SaveOptions())
+        except StorageError as error:
+            print(type(error).__name__, error.errno, error)
+        """
+    output = unprivileged(script, str(parent / "ckpt"))
+    assert output.startswith("StorageError 13 creating")
+    assert "Permission denied; permission is denied: check the owner and mode" in output
+    assert os.listdir(parent) == []
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+WRITE = """
+    import numpy as np
+    from shardstore.errors import StorageError
+    from shardstore.storage.movers.chunks import ChunkWrite
+    from shardstore.storage.commit.folder import begin
+    from shardstore.storage.options import SaveOptions
+    from shardstore.storage.format.documents import ArrayMeta
+    from shardstore.storage.movers.mover import Mover
+    from shardstore.storage.format.grid import Grid
+    from shardstore.storage.stores.location import Location
+
+    def write(target, rows):
+        attempt = begin(Location.of(target), SaveOptions())
+        meta = ArrayMeta("layer/w", "layer%2Fw", Grid((rows, 300_000), (1, 300_000)), "float32")
+        row = np.ones((1, 300_000), np.float32)
+        writes = [ChunkWrite(meta, (i, 0), row) for i in range(rows)]
+        try:
+            Mover(attempt.location).write(writes, lambda *_: None)
+        except StorageError as error:
+            attempt.abandon()
+            return error
+        return None
+"""
+
+
+@as_root
+def test_a_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    scope: dict[str, object] = {}
+    exec(textwrap.dedent(WRITE), scope)
+    write = scope["write"]
+    assert callable(write)
+    with mounted(disk, "size=4m"):
+        error = write(str(disk / "ckpt"), 6)
+        assert isinstance(error, StorageError)
+        assert error.key == "layer/w"
+        assert "layer%2Fw" in str(error)
+        assert "the disk is full: free space or choose another place" in str(error)
+        assert os.listdir(disk) == []
+        assert write(str(disk / "ckpt"), 2) is None
+
+
+@as_root
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with mounted(disk, "size=1m"):
+        with pytest.raises(StorageError, match=r"mount point.*folder below"):
+            begin(Location.of(disk), SaveOptions())
+        save(disk / "below", "one")
+        assert content(disk / "below") == checkpoint("one")
+    assert os.listdir(tmp_path) == ["disk"]
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    script = textwrap.dedent(WRITE) + textwrap.dedent(
+        f"""
+        import os, resource, sys
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, {resource.RLIM_INFINITY}))
+        print(write(sys.argv[1], 2))
+        print(os.listdir(os.path.dirname(sys.argv[1])))
+        """
+    )
+    done = run_to_end([sys.executable, "-c", script, tmp_path / "ckpt"], check=True)
+    assert "for key 'layer/w' failed: File too large" in done.stdout
+    assert "raise the limit" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_replacing_a_document_is_all_or_nothing(tmp_path: Path) -> None:
+    place = Location.of(tmp_path)
+    place.write("zarr.json", b"old")
+    place.replace("zarr.json", b"new")
+    assert content(tmp_path) == {"zarr.json": "new"}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_text("x")
+    with pytest.raises(StorageError, match="replacing"):
+        place.replace("folder", b"new")
+    assert content(tmp_path) == {"zarr.json": "new", "folder/x": "x"}
+
+
+@pytest.mark.parametrize("is_disk", [True, False])
+def test_a_folder_that_only_the_coordinator_sees_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disk: bool
+) -> None:
+    """As on another machine whose disk is its own: a disk has nothing to show later."""
+    if is_disk:
+        assert commit.disk_of(Location.of(tmp_path / "c"))
+        monkeypatch.setattr(commit, "time", SimpleNamespace(monotonic=lambda: 0.0))  # no sleep
+    else:
+        monkeypatch.setattr(commit, "_DISKS", frozenset())
+        monkeypatch.setattr(commit, "SEEN_S", 0.0)
+    elsewhere = FolderAttempt(Location.of(tmp_path / "c"), "0-0")
+    with pytest.raises(StorageError, match="not on a file system that all ranks share"):
+        elsewhere.require_seen()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_seen_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network file system shows it."""
+    monkeypatch.setattr(commit, "_DISKS", frozenset())
+    attempt = begin(Location.of(tmp_path / "c"), SaveOptions())
+    here, late = attempt.location.url, tmp_path / "late"
+    os.rename(here, late)
+
+    def shows_it(seconds: float) -> None:
+        os.rename(late, here)
+
+    monkeypatch.setattr(commit, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=shows_it))
+    attempt.require_seen()
+    assert Path(here).is_dir()
+
+
+def test_a_version_that_cannot_be_read_stops_no_commit(tmp_path: Path) -> None:
+    """Reading ``/proc/self/mem`` fails with EIO, as a disk may."""
+    about = tmp_path / "shardstore-9.dist-info"
+    about.mkdir()
+    (about / "METADATA").symlink_to("/proc/self/mem")
+    program = "from shardstore.storage.commit import publish; print(publish._version())"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,  # the current folder comes first
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert done.stdout == b"unknown\n"

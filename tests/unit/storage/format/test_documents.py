@@ -1,0 +1,374 @@
+"""The JSON documents: built, read by zarr and xarray, parsed back, and refused where strange."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardstore import zarr_dtypes
+from shardstore.errors import (
+    ChunkMissingError,
+    DamagedCheckpointError,
+    DTypeMismatchError,
+    FormatVersionError,
+    NotACheckpointError,
+)
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.format import documents
+from shardstore.storage.format.documents import (
+    ArrayMeta,
+    RootDocument,
+    parse_array,
+    parse_root,
+    parse_v2_array,
+)
+from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.format.manifest import MANIFEST_NAME, RankManifest
+from shardstore.storage.format.merge import merge
+from shardstore.storage.format.names import node_name
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.stores.location import Location
+
+assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "megatron-core-0.15.3-zarr"
+
+
+def meta_of(key: str, shape: tuple[int, ...], dtype: str = "float32", **more: Any) -> ArrayMeta:
+    chunk = tuple(max(1, n // 2) for n in shape)
+    return ArrayMeta(key, node_name(key), Grid(shape, chunk), dtype, **more)
+
+
+def write_checkpoint(root: Path, metas: list[ArrayMeta]) -> dict[str, np.ndarray[Any, Any]]:
+    """Arrays, root document and manifest, as rank 2 would have written them alone."""
+    place = Location.of(root)
+    report = RankManifest(2)
+    arrays = {}
+    for meta in metas:
+        report.add_array(meta, created=True)
+        place.write(f"{meta.node}/zarr.json", documents.array_document(meta).encode())
+        size = int(np.prod(meta.shape, dtype=int))
+        arrays[meta.key] = np.arange(size).reshape(meta.shape).astype(meta.dtype)
+        writes = [
+            ChunkWrite(meta, index, arrays[meta.key][(..., *meta.grid.box(index).slices)])
+            for index in map(meta.grid.index_at, range(meta.grid.size))
+        ]
+        Mover(place).write(
+            writes, lambda item, record: report.add_chunk(item.array, item.index, record)
+        )
+    merged = merge([report.to_bytes()])
+    place.write(MANIFEST_NAME, merged.manifest.to_bytes())
+    root_text = documents.root_document(merged.documents, {"shardstore": {"format_version": 1}})
+    place.write("zarr.json", root_text)
+    return arrays
+
+
+PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")
+metas = st.builds(
+    lambda key, shape, dtype, codecs, shards: meta_of(
+        key,
+        tuple(shape),
+        dtype,
+        codecs=codecs,
+        shard_shape=tuple(max(1, n) for n in shape) if shards else None,
+    ),
+    st.text(PRINTABLE, min_size=1, max_size=20),
+    st.lists(st.integers(0, 99), max_size=4),
+    st.sampled_from(["bool", "bfloat16", "float8_e5m2", "int8", "float64", "complex64"]),
+    st.sampled_from([(), ("crc32c",), ("zstd", "crc32c"), ("blosc", "crc32c")]),
+    st.booleans(),
+)
+
+
+@given(metas)
+def test_documents_of_arrays_lead_back(meta: ArrayMeta) -> None:
+    text = documents.array_document(meta)
+    assert parse_array(meta.node, text.encode(), "x") == meta
+    names = json.loads(text)["dimension_names"]
+    assert len(names) == len(meta.shape)
+    assert names == [f"{meta.key}:{axis}" for axis in range(len(names))]
+
+
+@given(metas)
+def test_documents_of_arrays_are_what_the_specification_asks_for(meta: ArrayMeta) -> None:
+    text = documents.array_document(meta)
+    about: dict[str, Any] = {"key": meta.key}
+    if meta.shard_shape is not None:
+        about["shard_shape"] = list(meta.shard_shape)
+    found = json.loads(text)
+    assert [codec["name"] for codec in found["codecs"]] == ["bytes", *(meta.codecs or ())]
+    del found["codecs"], found["fill_value"]
+    assert found == {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(meta.shape),
+        "data_type": meta.dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(meta.grid.chunk_shape)},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": meta.separator}},
+        "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(meta.shape))],
+        "attributes": {"shardstore": about},
+    }
+    # Cut out of the root's text again byte for byte, so nothing may lie between the members.
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
+
+
+@given(st.lists(metas, max_size=5, unique_by=lambda m: m.key))
+def test_root_document_leads_back(found: list[ArrayMeta]) -> None:
+    attributes = {"shardstore": {"format_version": 1}, "user": {"ä": [1, None]}}
+    pairs = [(m.node, documents.array_document(m)) for m in found]
+    root = parse_root(documents.root_document(pairs, attributes), "x")
+    assert root.attributes["shardstore"].pop(documents.ROOT_SUM)
+    assert root.attributes == attributes
+    assert root.format_version == 1
+    assert root.consolidated
+    assert root.arrays() == {m.key: m for m in found}
+
+
+def test_v2_documents_lead_back() -> None:
+    for dtype in ("bfloat16", "float32", "bool"):
+        meta = meta_of("a", (5, 6), dtype, codecs=(), zarr_format=2)
+        assert parse_v2_array("a", documents.array_document(meta).encode(), "x") == meta
+        assert meta.chunk_key((1, 2)) == "1.2"
+    assert meta_of("a", (), zarr_format=2).chunk_key(()) == "0"
+    assert meta_of("a", ()).chunk_key(()) == "c"
+    assert meta_of("a", (3,)).chunk_key((2,)) == "c.2"
+
+
+def test_zarr_opens_the_group_with_all_arrays(tmp_path: Path) -> None:
+    found = [
+        meta_of("a/b", (4, 6)),
+        meta_of("scalar", (), "int64"),
+        meta_of("ä", (7,), "bfloat16"),
+        meta_of("empty", (0, 3)),
+    ]
+    arrays = write_checkpoint(tmp_path, found)
+    group = zarr.open_group(tmp_path, mode="r")
+    assert sorted(group.keys()) == sorted(m.node for m in found)
+    for meta in found:
+        array = group[meta.node]
+        assert isinstance(array, zarr.Array)
+        assert array.attrs["shardstore"]["key"] == meta.key  # type: ignore[index,call-overload]
+        assert np.asarray(array[...]).tobytes() == arrays[meta.key].tobytes()
+
+
+def test_xarray_opens_arrays_of_any_shapes_at_once(tmp_path: Path) -> None:
+    xarray = pytest.importorskip("xarray")
+    found = [
+        meta_of("w", (4, 6)),
+        meta_of("v", (5, 6)),
+        meta_of("u", (6, 4, 3), "bfloat16"),
+        meta_of("b", (9,), "int64"),
+        meta_of("step", (), "int64"),
+    ]
+    arrays = write_checkpoint(tmp_path, found)
+    with xarray.open_zarr(tmp_path, chunks=None) as dataset:
+        assert set(dataset) == {"w", "v", "u", "b", "step"}
+        for key, array in arrays.items():
+            assert dataset[key].shape == array.shape
+            assert np.asarray(dataset[key]).tobytes() == array.tobytes()
+
+
+def test_a_stored_checkpoint_reads_and_removes(tmp_path: Path) -> None:
+    found = [meta_of("a/b", (4, 6)), meta_of("c", (8,)), meta_of("d", (3,))]
+    arrays = write_checkpoint(tmp_path, found)
+    (tmp_path / "c" / "shard_0_1.pt").write_bytes(b"object")
+    stored = StoredCheckpoint(Location.of(tmp_path))
+    stored.require()
+    assert stored.arrays == {m.key: m for m in found}
+    for key, meta in stored.arrays.items():
+        out = np.zeros(meta.shape, np.float32)
+        stored.read([RegionRead(meta, Box((0,) * len(meta.shape), meta.shape), out)])
+        assert np.array_equal(out, arrays[key])
+    gone = stored.arrays["a/b"]
+    for prefix in ("a/b", "c", "unknown"):
+        stored.remove(prefix)
+    again = StoredCheckpoint(Location.of(tmp_path))
+    assert set(stored.arrays) == set(again.arrays) == {"d"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "d", MANIFEST_NAME, "zarr.json"]
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["shard_0_1.pt"]
+    assert again.manifest is not None
+    assert again.manifest.writer(again.arrays["d"], (0,)) == 2
+    assert again.manifest.writer(gone, (0, 0)) is None
+    with pytest.raises(ChunkMissingError):
+        again.read([RegionRead(gone, Box((0, 0), (1, 1)), np.zeros((1, 1), np.float32))])
+
+
+def test_a_group_without_consolidated_metadata_is_listed(tmp_path: Path) -> None:
+    group = zarr.create_group(tmp_path)
+    group.create_array("x", shape=(4,), chunks=(2,), dtype="float32")
+    group.create_group("sub")
+    assert list(StoredCheckpoint(Location.of(tmp_path)).arrays) == ["x"]
+
+
+def test_an_absent_checkpoint_has_no_arrays(tmp_path: Path) -> None:
+    stored = StoredCheckpoint(Location.of(tmp_path / "nothing"))
+    assert stored.arrays == {}
+    with pytest.raises(NotACheckpointError, match="not a distributed checkpoint"):
+        stored.require()
+
+
+@pytest.mark.parametrize("case", sorted(p.name for p in GOLDEN.iterdir()))
+def test_the_layout_of_megatron_is_listed_without_its_locks(case: str) -> None:
+    folders = {p.parent.name for p in (GOLDEN / case).glob("*/.zarray")}
+    assert any(name.endswith(".sync") for name in folders)
+    stored = StoredCheckpoint(Location.of(GOLDEN / case))
+    stored.require()
+    assert set(stored.arrays) == {name for name in folders if not name.endswith(".sync")}
+    for meta in stored.arrays.values():
+        assert meta.zarr_format == 2
+
+
+def test_a_v2_array_whose_name_ends_in_sync_is_an_array(tmp_path: Path) -> None:
+    meta = meta_of("a.sync", (4,), codecs=(), zarr_format=2)
+    place = Location.of(tmp_path)
+    place.write("a.sync/.zarray", documents.array_document(meta).encode())
+    assert set(StoredCheckpoint(place).arrays) == {"a.sync"}
+    place.write("b/.zarray", b"")
+    with pytest.raises(NotACheckpointError, match=r"b/\.zarray"):
+        _ = StoredCheckpoint(place).arrays
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"zarr_format": 2}, NotACheckpointError),
+        ({"node_type": "array"}, NotACheckpointError),
+        ({"attributes": {"shardstore": {"format_version": 2}}}, FormatVersionError),
+        ({"attributes": {"shardstore": {}}}, FormatVersionError),
+        ({"attributes": {"shardstore": {"format_version": "1"}}}, FormatVersionError),
+    ],
+)
+def test_strange_roots_are_refused(change: dict[str, Any], error: type[Exception]) -> None:
+    root = json.loads(documents.root_document([], {"shardstore": {"format_version": 1}}))
+    with pytest.raises(error, match="the-url"):
+        parse_root(json.dumps(root | change).encode(), "the-url")
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff\xfe", b"null", b"3"])
+def test_roots_that_are_no_json_object(text: bytes) -> None:
+    with pytest.raises(NotACheckpointError, match="the-url"):
+        parse_root(text, "the-url")
+
+
+@pytest.mark.parametrize("node", ["..", "../x", "a/../../x", "/etc", "", "."])
+def test_a_root_that_names_arrays_outside_is_refused(node: str) -> None:
+    text = documents.root_document([(node, documents.array_document(meta_of("a", (1,))))], {})
+    with pytest.raises(DamagedCheckpointError, match="outside"):
+        parse_root(text, "x").arrays()
+
+
+def parsed_array(node: str, document: object) -> ArrayMeta:
+    meta = parse_array(node, json.dumps(document).encode(), "the-url")
+    assert meta is not None
+    return meta
+
+
+@pytest.mark.parametrize("attributes", [[], "x", 3, None, {"shardstore": "x"}])
+def test_foreign_attributes_do_no_harm(attributes: object) -> None:
+    root = json.loads(documents.root_document([], {}))
+    parsed = parse_root(json.dumps(root | {"attributes": attributes}).encode(), "x")
+    assert parsed.format_version is None
+    array = json.loads(documents.array_document(meta_of("a", (1,))))
+    assert parsed_array("n", array | {"attributes": attributes}).key == "n"
+
+
+BROKEN: list[tuple[list[str], object]] = [
+    (["shape"], [-1]),
+    (["shape"], [1.5]),
+    (["shape"], [True]),
+    (["shape"], "12"),
+    (["shape"], None),
+    (["shape"], [1, 2]),
+    (["chunk_grid", "name"], "rectangular"),
+    (["chunk_grid", "configuration", "chunk_shape"], [0]),
+    (["chunk_grid"], None),
+    (["chunk_key_encoding", "name"], "other"),
+    (["chunk_key_encoding"], []),
+    (["codecs"], [3]),
+    (["codecs"], None),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), BROKEN, ids=str)
+def test_strange_arrays_are_refused(path: list[str], value: object) -> None:
+    document = json.loads(documents.array_document(meta_of("a", (4,))))
+    target = document = copy.deepcopy(document)
+    for name in path[:-1]:
+        target = target[name]
+    target[path[-1]] = value
+    with pytest.raises(FormatVersionError, match="the-url"):
+        parsed_array("a", document)
+
+
+def test_strange_data_types_and_codecs() -> None:
+    document = json.loads(documents.array_document(meta_of("a", (4,))))
+    # A type with settings of its own is an object (Zarr v3 core specification, "Data types").
+    for data_type in ("r16", {"name": "numpy.datetime64", "configuration": {"unit": "s"}}):
+        with pytest.raises(DTypeMismatchError, match="which this version does not read"):
+            parsed_array("a", document | {"data_type": data_type})
+    big = [{"name": "bytes", "configuration": {"endian": "big"}}]
+    blosc = [{"name": "bytes"}, {"name": "blosc", "configuration": {}}]
+    for codecs in (big, blosc, [{"name": "sharding_indexed"}]):
+        parsed = parsed_array("a", document | {"codecs": codecs})
+        assert parsed.codecs is None
+        assert not parsed.is_plain
+        assert not parsed.has_crc
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"zarr_format": 3}, {"order": "K"}, {"chunks": [2]}, {"shape": None}, {"chunks": "a"}],
+)
+def test_strange_v2_arrays_are_refused(change: dict[str, Any]) -> None:
+    text = documents.array_document(meta_of("a", (4, 4), codecs=(), zarr_format=2))
+    with pytest.raises(FormatVersionError, match="the-url"):
+        parse_v2_array("a", json.dumps(json.loads(text) | change).encode(), "the-url")
+
+
+@pytest.mark.parametrize(
+    "change", [{"order": "F"}, {"dtype": ">f4"}, {"filters": [{"id": "delta"}]}]
+)
+def test_v2_arrays_that_tensorstore_or_zarr_decodes(change: dict[str, Any]) -> None:
+    text = documents.array_document(meta_of("a", (4, 4), codecs=(), zarr_format=2))
+    data = json.dumps(json.loads(text) | change).encode()
+    meta = parse_v2_array("a", data, "the-url")
+    assert (meta.codecs, meta.document, meta.dtype) == (None, data, "float32")
+
+
+def test_arrays_of_one_data_type_and_other_codecs_under_one_root() -> None:
+    plain = json.loads(documents.array_document(meta_of("a", (4,))))
+    slash = {"name": "default", "configuration": {"separator": "/"}}
+    big = [{"name": "bytes", "configuration": {"endian": "big"}}]
+    described = {
+        "a": plain,
+        "b": plain | {"codecs": plain["codecs"][:1]},
+        "c": plain | {"codecs": big},
+        "d": plain | {"chunk_key_encoding": slash},
+        "e": plain,
+    }
+    members = {
+        key: json.dumps(document | {"attributes": {}}).encode()
+        for key, document in described.items()
+    }
+    root = RootDocument("the-url", {}, None, members)
+    found = root.arrays()
+    assert [found[key].codecs for key in "abcde"] == [
+        ("crc32c",),
+        (),
+        None,
+        ("crc32c",),
+        ("crc32c",),
+    ]
+    assert [found[key].separator for key in "abcde"] == [".", ".", ".", "/", "."]

@@ -1,0 +1,135 @@
+"""Data types: all 19 both ways, bit for bit, and views that share memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import shardstore
+from shardstore import ShardedTensor
+from shardstore.errors import ArgumentError, DTypeMismatchError
+from shardstore.storage.format import dtypes
+
+TYPES = [
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.complex64, torch.complex128),
+]
+
+
+def raw(dtype: torch.dtype, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    top = 2 if dtype == torch.bool else 256
+    size = count * torch.empty((), dtype=dtype).element_size()
+    return torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_names_lead_back_and_forth(dtype: torch.dtype) -> None:
+    name = dtypes.zarr_name(dtype)
+    assert name == str(dtype).removeprefix("torch.")
+    assert dtypes.torch_dtype(name) == dtype
+    assert dtypes.zarr_name(dtypes.numpy_dtype(name)) == name
+    assert dtypes.itemsize(name) == torch.empty((), dtype=dtype).element_size()
+    assert dtypes.v2_dtype_name(dtypes.v2_dtype(name)) == name
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_views_share_memory_of_any_strides(dtype: torch.dtype) -> None:
+    whole = raw(dtype, 60).reshape(5, 12)
+    for tensor in (whole, whole.t(), whole[1::2, ::3], whole[2, 3], whole[:0]):
+        array = dtypes.as_numpy(tensor)
+        assert array.dtype == dtypes.numpy_dtype(dtypes.zarr_name(dtype))
+        assert array.shape == tuple(tensor.shape)
+        assert array.tobytes() == bits(tensor)
+        back = dtypes.as_tensor(array)
+        assert back.dtype == dtype
+        assert back.shape == tensor.shape
+        assert bits(back) == bits(tensor)
+        assert back.data_ptr() == tensor.data_ptr() or not tensor.numel()
+    before = bits(whole)
+    dtypes.as_numpy(whole)[...] = np.zeros(1, dtypes.numpy_dtype(dtypes.zarr_name(dtype)))
+    assert bits(whole) == bytes(len(before))
+
+
+def test_parameters_and_lazy_views() -> None:
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    assert dtypes.as_numpy(parameter).tolist() == [0, 1, 2, 3]
+    number = torch.tensor([1 + 2j])
+    assert dtypes.as_numpy(number.conj()).tolist() == [1 - 2j]
+    assert dtypes.as_numpy(number.conj().imag).tolist() == [-2.0]
+
+
+def test_data_types_have_their_zarr_v2_codes() -> None:
+    assert dtypes.v2_dtype("bfloat16") == "bfloat16"
+    assert dtypes.v2_dtype("float32") == "<f4"
+    assert dtypes.v2_dtype("bool") == "|b1"
+    assert dtypes.v2_dtype_name("|u1") == "uint8"
+    assert dtypes.v2_dtype_name(">f4") == "float32"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [">M8[s]", "|O", "|S3", "<M8[s]", "f4,f4", "1/0", "(2,", "\ud800", [["a", "<f4"]], 3, "x"],
+)
+def test_strange_v2_codes_are_refused(code: object) -> None:
+    with pytest.raises(DTypeMismatchError, match="known: bool"):
+        dtypes.v2_dtype_name(code)
+
+
+@pytest.mark.parametrize("name", ["r16", "string", "float8_e8m0fnu", "", None, ["float32"], {}])
+def test_strange_names_are_refused(name: object) -> None:
+    with pytest.raises(DTypeMismatchError, match="known: bool"):
+        dtypes.numpy_dtype(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.qint8, torch.complex32, np.dtype(">f4"), np.dtype("O"), ml_dtypes.int4]
+)
+def test_what_can_not_be_stored_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(DTypeMismatchError, match="convert"):
+        dtypes.zarr_name(dtype)
+
+
+def test_freed_memory_is_no_values(tmp_path: Path) -> None:
+    """NumPy would take memory of its own, with whatever is in it."""
+
+    def freed() -> ShardedTensor:
+        tensor = torch.ones(64, 6)
+        tensor.untyped_storage().resize_(0)
+        return ShardedTensor.from_rank_offsets("w", tensor)
+
+    shardstore.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(64, 6))}, tmp_path / "a")
+    with pytest.raises(ArgumentError, match="has 0 of 1536 bytes"):
+        shardstore.save({"w": freed()}, tmp_path / "b")
+    with pytest.raises(ArgumentError, match="has 0 of 1536 bytes"):
+        shardstore.async_save({"w": freed()}, tmp_path / "b").result()
+    with pytest.raises(ArgumentError, match="key 'w' is to be loaded"):
+        shardstore.load({"w": freed()}, tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 6)[1:, 2:],
+        torch.ones(6, 4).T,
+        torch.ones(1).expand(5, 7),
+        torch.ones(12)[::3],
+        torch.ones(0, 5),
+        torch.tensor(1.0),
+        torch.ones(3, 4)[2:, 3:],
+    ],
+)
+def test_views_have_their_memory(tensor: torch.Tensor) -> None:
+    dtypes.require_memory(tensor)

@@ -1,0 +1,278 @@
+"""Chunk files read by the compiled part: the right bytes and the right checksum, or no answer."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from shardstore import ShardedTensor, load, save
+from shardstore.errors import ChunkCorruptError
+from shardstore.storage.movers import checksums, files
+from shardstore.storage.movers.checksums import crc32c, read_chunks
+from shardstore.storage.movers.counters import counters
+
+compiled = pytest.mark.skipif(
+    not checksums.COMPILED, reason="no compiler at the installation, or no AVX-512"
+)
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(files, "read_chunks", lambda requests: [None] * len(requests))
+    elif not checksums.COMPILED:
+        pytest.skip("no compiler at the installation, or no AVX-512")
+    return str(request.param)
+
+
+def aligned(shape: tuple[int, ...], dtype: str, at: int = 0) -> NDArray[Any]:
+    """Zeros that begin ``at`` bytes behind a whole line of the cache."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + at
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def read_chunk(path: str, size: int, target: Any = None) -> tuple[int, int] | None:
+    (found,) = read_chunks([(path, size, target)])
+    return found
+
+
+def write_chunk(path: Path, values: NDArray[Any]) -> int:
+    """A chunk file: its bytes and their checksum, which is returned."""
+    data = values.tobytes()
+    crc = crc32c(data, 0)
+    path.write_bytes(data + crc.to_bytes(4, "little"))
+    return crc
+
+
+@compiled
+@given(
+    st.one_of(st.integers(0, 3000), st.integers(0, 600_000)),  # less and more than one read
+    st.integers(0, 70),
+)
+def test_bytes_are_copied_and_checksummed(
+    tmp_path_factory: pytest.TempPathFactory, size: int, target_at: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "chunk"
+    values = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    crc = write_chunk(path, values)
+    memory = np.zeros(target_at + size + 64, np.uint8)
+    target = memory[target_at : target_at + size]
+    assert read_chunk(str(path), size, target) == (crc, crc)
+    assert (target == values).all()
+    target[...] = 0
+    assert not memory.any()  # nothing was written beside it
+    assert read_chunk(str(path), size) == (crc, crc)
+
+
+@compiled
+@given(
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.sampled_from([1, 16, 63, 64, 128, 320, 20_000]),
+    st.sampled_from([0, 16, 64, 192]),
+    st.sampled_from([0, 16]),
+)
+def test_bytes_are_spread_over_rows(
+    tmp_path_factory: pytest.TempPathFactory,
+    planes: int,
+    rows: int,
+    run: int,
+    gap: int,
+    at: int,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "chunk"
+    values = np.random.default_rng(run).integers(1, 256, (planes, rows, run), np.uint8)
+    crc = write_chunk(path, values)
+    memory = aligned((planes, rows, run + gap), "u1", at)
+    target = memory[:, :, :run]
+    assert read_chunk(str(path), values.nbytes, target) == (crc, crc)
+    assert (target == values).all()
+    target[...] = 0
+    assert not memory.any()  # nothing was written beside it
+
+
+@compiled
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chunk"
+    write_chunk(path, np.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match="3 bytes do not go into 2"):
+        read_chunk(str(path), 3, bytearray(2))
+    with pytest.raises(BufferError):
+        read_chunk(str(path), 3, b"abc")
+    with pytest.raises(ValueError, match="null"):
+        read_chunk("a\0b", 3)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["<f4", "<i8", "u1"])
+@pytest.mark.parametrize(
+    ("shape", "wanted", "is_read"),
+    [
+        ((40, 50), np.s_[:, 3:29], True),
+        ((40, 50), np.s_[::-1, 3:29], True),
+        ((7, 300, 64), np.s_[:, ::2, 8:40], True),
+        ((7, 300, 64), np.s_[2:3, 1:2, 8:40], True),
+        ((3, 5, 8, 64), np.s_[:, :, :, 1:4], True),
+        ((3, 5, 8, 64), np.s_[:, 1:4], True),
+        ((900, 704), np.s_[:, :640], True),
+        ((500, 3, 1024), np.s_[:, :2, 64:960], False),  # gaps of two sizes
+        ((7, 300, 64), np.s_[1:6, ::2, 8:40], True),
+        ((70_000,), np.s_[:], True),
+        ((), np.s_[...], True),
+        ((0, 4), np.s_[:], True),
+    ],
+)
+def test_destinations_in_evenly_spaced_rows(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], wanted: tuple[slice, ...], is_read: bool
+) -> None:
+    memory = aligned(shape, dtype)
+    out = memory[wanted]
+    values = np.random.default_rng(1).integers(1, 100, out.shape).astype(dtype)
+    path = tmp_path / "chunk"
+    crc = write_chunk(path, values)
+    target = out.reshape(-1) if out.flags.c_contiguous else out
+    found = read_chunk(str(path), out.nbytes, target.view(np.uint8))
+    assert found == ((crc, crc) if is_read else None)
+    assert (out == (values if is_read else 0)).all()
+    out[...] = 0
+    assert not memory.any()  # nothing was written beside it
+
+
+@compiled
+def test_a_file_of_another_size_or_content_is_not_read(tmp_path: Path) -> None:
+    out = np.zeros(100, np.uint8)
+    for size in (0, 95, 99, 101, 5000):
+        path = tmp_path / str(size)
+        write_chunk(path, np.ones(size, np.uint8))
+        assert read_chunk(str(path), 100, out) is None
+    assert read_chunk(str(tmp_path / "none"), 100, out) is None
+    assert read_chunk(str(tmp_path), 4092, None) is None  # a folder
+    assert read_chunk(str(tmp_path), -1, None) is None
+    flipped = tmp_path / "flipped"
+    crc = write_chunk(flipped, np.ones(100, np.uint8))
+    data = bytearray(flipped.read_bytes())
+    data[50] ^= 1
+    flipped.write_bytes(data)
+    assert read_chunk(str(flipped), 100, out) == (crc32c(data[:100], 0), crc)
+
+
+@compiled
+@given(st.lists(st.sampled_from(["read", "no target", "rows", "other size", "missing", "-1"])))
+def test_each_file_of_a_batch_has_its_own_answer(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("batch")
+    memory = np.zeros((len(kinds), 2, 12), np.uint8)
+    requests, expected = list[tuple[str, int, Any]](), []
+    for i, kind in enumerate(kinds):
+        values = np.full(20, i + 1, np.uint8)
+        crc = write_chunk(folder / str(i), values)
+        target = memory[i, :, :10] if kind == "rows" else memory.reshape(len(kinds), 24)[i, :20]
+        path, size = str(folder / str(i)), {"-1": -1, "other size": 19}.get(kind, 20)
+        if kind in ("no target", "-1"):
+            target = None
+        elif kind == "other size":
+            target = target[:19]
+        requests.append((path + ("x" if kind == "missing" else ""), size, target))
+        expected.append((crc, crc) if kind in ("read", "no target", "rows") else None)
+    assert read_chunks(requests) == expected
+    for i, kind in enumerate(kinds):
+        wanted = np.zeros((2, 12), np.uint8)
+        if kind == "rows":
+            wanted[:, :10] = i + 1
+        elif kind == "read":
+            wanted.reshape(24)[:20] = i + 1
+        assert (memory[i] == wanted).all()
+
+
+@compiled
+def test_a_request_that_does_not_fit_stops_the_batch_before_it_reads(tmp_path: Path) -> None:
+    write_chunk(tmp_path / "one", np.ones(3, np.uint8))
+    first = bytearray(3)
+    for wrong in [(str(tmp_path / "one"), 3, bytearray(2)), ("a", 3), ("a\0b", 3, None)]:
+        with pytest.raises((ValueError, TypeError)):
+            read_chunks([(str(tmp_path / "one"), 3, first), wrong])  # type: ignore[list-item]
+        assert first == bytearray(3)
+        first.append(0)  # nothing holds its memory any more
+        first.pop()
+
+
+@compiled
+def test_a_batch_that_changes_while_it_is_read_does_not_crash(tmp_path: Path) -> None:
+    crc = write_chunk(tmp_path / "one", np.ones(3, np.uint8))
+    requests: list[Any] = []
+
+    class Emptying:
+        def __fspath__(self) -> str:
+            requests.clear()
+            return str(tmp_path / "one")
+
+    requests += [(Emptying(), 3, np.zeros(3, np.uint8)), (str(tmp_path / "one"), 3, None)]
+    assert read_chunks(requests) == [(crc, crc)] * 2
+
+
+@compiled
+@pytest.mark.parametrize("gap", [0, 64])
+@pytest.mark.parametrize("missing", [None, 0, 17, "all"])
+@pytest.mark.parametrize("size", [1 << 20, (5 << 20) + 12])
+def test_large_files_in_memory_or_not(
+    tmp_path: Path, size: int, missing: int | str | None, gap: int
+) -> None:
+    """Mapped, read in pieces, or left to plain reads."""
+    path = tmp_path / "chunk"
+    values = np.frombuffer(os.urandom(size), np.uint8).reshape(4, -1)
+    crc = write_chunk(path, values)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if missing == "all":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        elif missing is not None:
+            os.posix_fadvise(file.fileno(), int(missing) * 4096, 4096, os.POSIX_FADV_DONTNEED)
+    memory = np.zeros((4, size // 4 + gap), np.uint8)
+    out = memory[:, : size // 4]
+    found = read_chunk(str(path), size, out)
+    assert found in ((crc, crc), None if missing in (0, "all") else (crc, crc))
+    assert found is None or (out == values).all()
+    out[...] = 0
+    assert not memory.any()
+
+
+def _state(values: torch.Tensor) -> dict[str, ShardedTensor]:
+    """A tensor in the columns of a wider one, cut along them."""
+    return {"w": ShardedTensor.from_rank_offsets("w", values, (1, 0, 1))}
+
+
+@pytest.mark.parametrize("columns", [64, 60, 1])
+def test_loads_into_columns_of_a_wider_tensor(tmp_path: Path, way: str, columns: int) -> None:
+    values = torch.randn(3000, columns)
+    save(_state(values), str(tmp_path / "c"), durable=False)
+    wide = torch.zeros(3000, columns + 16)
+    before = counters.copy()["bytes_read"]
+    load(_state(wide[:, 8 : 8 + columns]), str(tmp_path / "c"))
+    assert torch.equal(wide[:, 8 : 8 + columns], values)
+    assert not wide[:, :8].any()
+    assert not wide[:, 8 + columns :].any()
+    assert counters.copy()["bytes_read"] - before == values.nbytes + 4
+
+
+@pytest.mark.parametrize("at", [0, 100_001, -5, -1])
+def test_a_flipped_byte_is_found(tmp_path: Path, way: str, at: int) -> None:
+    values = torch.randn(500, 512)
+    save(_state(values), str(tmp_path / "c"), durable=False)
+    (chunk,) = (tmp_path / "c" / "w").glob("c.*")
+    data = bytearray(chunk.read_bytes())
+    data[at] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(ChunkCorruptError, match="checksum"):
+        load(_state(torch.zeros(500, 512)), str(tmp_path / "c"))

@@ -1,0 +1,70 @@
+"""Which failures of a request are certain to be the end of it, and in which words they are told."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from shardstore.errors import StorageError
+from shardstore.storage.stores.errors import explained, is_refusal
+
+
+def answered(status: int, retries: int = 0, code: str = "Something") -> OSError:
+    """As s3fs raises it: an error of Python's, because of one of botocore's."""
+    cause = Exception("An error occurred")
+    cause.response = {  # type: ignore[attr-defined]
+        "Error": {"Code": code, "Message": "happened"},
+        "ResponseMetadata": {"HTTPStatusCode": status, "RetryAttempts": retries},
+    }
+    error = OSError(errno.EIO, "Something happened")
+    error.__cause__ = cause
+    return error
+
+
+def with_status(status: int) -> Exception:
+    """As adlfs raises it."""
+    error = Exception("Something happened")
+    error.status_code = status  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "certain"),
+    [
+        (answered(403), True),
+        (answered(400), True),
+        (answered(403, retries=1), False),
+        (answered(500), False),
+        (answered(503), False),
+        (answered(503, retries=1, code="SlowDown"), True),
+        (answered(504), False),
+        (with_status(403), True),
+        (with_status(503), False),
+        (PermissionError("no"), True),
+        (OSError(errno.ENOSPC, "full"), True),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), False),
+        (TimeoutError("late"), False),
+        (OSError("something"), False),
+        (ValueError("not an answer"), False),
+    ],
+)
+def test_refusals_are_told_from_errors_that_may_pass(error: Exception, certain: bool) -> None:
+    assert is_refusal(error) is certain
+    with pytest.raises(StorageError) as caught:
+        raise explained("creating", "s3://bucket/x", error) from error
+    assert is_refusal(caught.value) is certain
+
+
+def test_no_answer_in_time_is_no_refusal() -> None:
+    assert not is_refusal(StorageError("s3://bucket/x: no answer within 20 s"))
+
+
+@pytest.mark.parametrize(
+    ("url", "speaks_of_s3"), [("s3://bucket/step", True), ("gs://bucket/step", False)]
+)
+@pytest.mark.parametrize("error", [PermissionError("no"), ConnectionError("gone")])
+def test_each_store_is_told_of_in_its_own_words(
+    url: str, speaks_of_s3: bool, error: Exception
+) -> None:
+    assert ("AWS_" in str(explained("writing", url, error))) == speaks_of_s3

@@ -1,0 +1,164 @@
+"""What a location takes for a path, for a URL, and for neither."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardstore
+from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.errors import ArgumentError, StorageError
+from shardstore.mapping import ShardedTensor
+from shardstore.saving.session import Part
+from shardstore.storage.commit.checkpoints import latest, sweep
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores.location import Location
+
+
+def state() -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs//step-1", "s3://b/./x", "gs://b/run/../x"])
+def test_a_url_with_parts_that_are_no_names(url: str) -> None:
+    for work in (lambda: shardstore.save(state(), url), lambda: shardstore.load(state(), url)):
+        with pytest.raises(ArgumentError, match=r"part between slashes that is empty, '.' or '..'"):
+            work()
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("s3://b/a?versionId=3", "s3://b/a"),
+        ("s3a://b/run/a?versionId=", "s3a://b/run/a"),
+        ("s3://b/a?x=1&versionId=3/step-1", "s3://b/a"),
+        ("s3://b?versionId=3", "s3://b"),
+        ("gs://b/a?generation=17", "gs://b/a"),
+        ("az://b/a?versionid=2020-01-01", "az://b/a"),
+        ("s3:///b/a", "s3://b/a"),
+        ("gs:////b", "gs://b"),
+    ],
+)
+def test_a_url_that_clients_read_differently_is_refused(url: str, remedy: str) -> None:
+    for work in (
+        lambda: shardstore.save(state(), url),
+        lambda: shardstore.load(state(), url),
+        lambda: shardstore.open(url),
+        lambda: shardstore.CheckpointManager(url),
+        lambda: StorageWriter(url),
+        lambda: latest(url),
+        lambda: sweep(url),
+        lambda: shardstore.delete_checkpoint(url),
+    ):
+        with pytest.raises(ArgumentError, match=f"give '{re.escape(remedy)}'"):
+            work()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run/step-1", "memory://run/step-1", "gs://b/x"])
+def test_a_url_that_was_made_a_path_is_no_folder(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for work in (
+        lambda: shardstore.save(state(), Path(url)),
+        lambda: shardstore.async_save(state(), os.path.normpath(url)),
+        lambda: shardstore.load(state(), Path(url)),
+        lambda: latest(Path(url)),
+        lambda: sweep(Path(url)),
+    ):
+        with pytest.raises(ArgumentError, match=f"{url.partition(':')[0]}://"):
+            work()
+    assert os.listdir(tmp_path) == []
+    # Whoever means it can say so.
+    shardstore.save(state(), f"./{Path(url)}")
+    assert shardstore.check_is_distributed_checkpoint(tmp_path / Path(url))
+
+
+@pytest.mark.parametrize("chain", ["simplecache::memory://x/s", "zip://s::file:///x.zip"])
+def test_a_chain_of_urls_is_refused(chain: str) -> None:
+    for work in (lambda: shardstore.save(state(), chain), lambda: shardstore.load(state(), chain)):
+        with pytest.raises(ArgumentError, match="chain of URLs"):
+            work()
+
+
+def test_a_whole_store_is_a_place() -> None:
+    shardstore.save(state(), "memory://step-7")
+    try:
+        assert Location.of("memory://").url == "memory://"
+        assert latest("memory://") == "memory:///step-7"
+        assert sweep("memory://", older_than=timedelta(days=300)) == []
+    finally:
+        shardstore.delete_checkpoint("memory://step-7")
+
+
+def test_a_file_system_that_can_not_be_had_is_an_error_of_ours() -> None:
+    with pytest.raises(StorageError, match="connecting to ftp://"):
+        shardstore.load(state(), "ftp://127.0.0.1:1/x")
+    with pytest.raises(StorageError, match="storage options do not fit"):
+        shardstore.load(state(), "s3://b/x", storage_options={"config_kwargs": "none"})
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://AKNOBODY:of/a+secret@bucket/run", "s3a://AKNOBODY:of/a+secret@bucket"]
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    for work in (
+        lambda: shardstore.save(state(), url),
+        lambda: shardstore.async_save(state(), url),
+        lambda: shardstore.load(state(), url),
+        lambda: shardstore.CheckpointManager(url),
+        lambda: StorageWriter(url),
+        lambda: latest(f"memory::{url}"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            work()
+        said = f"{caught.value!r} {vars(caught.value)} {caught.value.__cause__!r}"
+        assert "of/a+secret" not in said
+        assert "AKNOBODY" not in said
+
+
+def test_calls_and_places_do_not_show_their_options() -> None:
+    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
+    place = Location.of("s3://bucket/x", options)
+    part = Part(target=place, options=SaveOptions(storage_options=options))
+    for one in (
+        part,
+        part.options,
+        place,
+        StorageWriter("s3://b/x", storage_options=options),
+    ):
+        assert "of-a-trainer" not in f"{one!r} {one}"
+    with pytest.raises(ArgumentError) as caught:
+        shardstore.load({}, "s3://b/x", storage_options="secret=of-a-trainer-123456")  # type: ignore[arg-type]
+    assert "of-a-trainer" not in str(caught.value)
+
+
+def test_a_pickled_location_has_no_options() -> None:
+    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
+    place = Location.of("s3://bucket/x", options)
+    copied = pickle.loads(pickle.dumps(place))
+    assert copied == place
+    assert copied.options == {}
+    assert b"of-a-trainer" not in pickle.dumps(place)
+
+
+def test_a_pickled_writer_of_dcp_still_reaches_its_store() -> None:
+    """DCP hands it to the process that saves in the background."""
+    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
+    for kind in (StorageWriter, StorageReader):
+        copied = pickle.loads(pickle.dumps(kind("s3://bucket/x", storage_options=options)))
+        assert copied._place.options == options
+
+
+def test_a_range_beyond_the_end_of_a_file(tmp_path: Path) -> None:
+    """As the metadata of a damaged checkpoint may ask for."""
+    (tmp_path / "a").write_bytes(b"0123")
+    ranges = [(0, 3), (2, 9), (4, 5), (9, 2**70), (2**70, 2**71), (3, 1)]
+    found = [Location.of(tmp_path).read_range("a", *one) for one in ranges]
+    assert found == [b"012", b"23", b"", b"", b"", b""]
