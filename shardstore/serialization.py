@@ -139,8 +139,7 @@ def save(
         require_bool("async_sharded_save", async_sharded_save)
         if async_sharded_save and ranks.members != Ranks.current().members:
             raise ArgumentError(
-                "the queues of async_sharded_save=True wait for all ranks, not for those of "
-                "process_group; use shardstore.async_save(process_group=)"
+                "async_sharded_save=True waits for all ranks; use async_save(process_group=)"
             )
         return prepare(
             sharded_state_dict,

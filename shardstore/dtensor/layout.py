@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 
@@ -35,7 +35,6 @@ from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
-    is_main_replica,
 )
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
@@ -260,41 +259,37 @@ class ClaimedTensor(ShardedTensor):
     Attributes:
         holders: the global ranks whose replica ids differ: those of the DTensor's mesh; none for a
             plain tensor.
-        is_claimed: whether the ranks of the save or load differ from the holders.
+        writer: the rank that writes a shard that ranks claim, the first one until
+            :func:`apply_claims`; ``None``: the shard is not claimed.
     """
 
     holders: frozenset[int] = frozenset()
-    is_claimed: bool = True
+    writer: int | None = None
 
 
 def among(state: ShardedStateDict, ranks: Ranks) -> ShardedStateDict:
-    """Return the state for a save or load by some ranks, with copies of its claimed tensors.
-
-    If the main replica of a shard may be on a rank that takes no part, each copy becomes a main
-    replica, until :func:`apply_claims` chooses one.
-    """
+    """Return the state for a save or load by some ranks. If these are not the holders of a shard,
+    the shard is copied, and is a main replica on each rank until :func:`apply_claims`."""
     everyone = frozenset(ranks.members)
 
     def of_ranks(value: Any) -> Any:
-        if isinstance(value, ClaimedTensor):
+        if isinstance(value, ClaimedTensor) and value.holders != everyone:
             value = copy(value)
-            value.is_claimed = value.holders != everyone
-            if not value.holders <= everyone:
-                value.replica_id = 0
+            value.writer, value.replica_id = ranks.members[0], 0
         return value
 
     return cast(ShardedStateDict, dict_list_map_outplace(of_ranks, state))
 
 
-def claimed(state: ShardedStateDict) -> list[ClaimedTensor]:
-    """Return the claimed tensors that are main replicas."""
-    found = [value for value in nested_values(state) if isinstance(value, ClaimedTensor)]
-    return [one for one in found if one.is_claimed and is_main_replica(one.replica_id)]
+def is_claimed(value: object) -> TypeGuard[ClaimedTensor]:
+    """Return whether the ranks decide by their claims which of them writes a shard."""
+    return isinstance(value, ClaimedTensor) and value.writer is not None
 
 
 def claims(state: ShardedStateDict) -> bytes:
-    """Return a report of this rank's :func:`claimed` tensors."""
-    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in claimed(state)])
+    """Return a report of the shards that this rank claims."""
+    found = filter(is_claimed, nested_values(state))
+    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in found])
 
 
 def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
@@ -307,8 +302,8 @@ def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
 
 
 def apply_claims(state: ShardedStateDict, decided: bytes, rank: int) -> None:
-    """Give the shards that another rank writes a replica id other than 0, in place."""
+    """Give the claimed shards that another rank writes a replica id other than 0, in place."""
     owners = pickle.loads(decided)
-    for tensor in claimed(state):
-        if owners.get(_sharded_tensor_shard_id(tensor), rank) != rank:
-            tensor.replica_id = rank + 1
+    for tensor in filter(is_claimed, nested_values(state)):
+        tensor.writer = owners[_sharded_tensor_shard_id(tensor)]
+        tensor.replica_id = 0 if tensor.writer == rank else rank + 1

@@ -35,7 +35,7 @@ from shardstore.dict_utils import (
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_load, needs_adoption
-from shardstore.dtensor.layout import among, apply_claims, claimed, claims, decide_claims
+from shardstore.dtensor.layout import among, apply_claims, claims, decide_claims, is_claimed
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -340,7 +340,7 @@ def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _
     if needs_adoption(call.sharded_state_dict):
         return offered, None
     request = _Request.of(call.sharded_state_dict, ranks)
-    return offered, None if claimed(request.wanted) else request
+    return offered, None if any(map(is_claimed, nested_values(request.wanted))) else request
 
 
 def _adopt(call: LoadCall, context: LoadContext, ranks: Ranks) -> _Request:

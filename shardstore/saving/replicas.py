@@ -18,6 +18,7 @@ import xxhash
 
 from shardstore.coverage import is_empty_range
 from shardstore.distributed.groups import Members, global_ranks
+from shardstore.dtensor.layout import is_claimed
 from shardstore.errors import AccessPatternError
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -75,7 +76,7 @@ class Offer(NamedTuple):
     Attributes:
         members: global ranks of the group.
         digest: digest of the shards that the rank holds.
-        main: one bit per shard: whether the rank holds its main replica.
+        main: one bit per shard: whether the rank holds its main replica. Claimed shards have none.
     """
 
     members: Members
@@ -114,8 +115,8 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
         for t in shared
     ]
     digest = xxhash.xxh3_128(repr(told).encode()).digest()
-    main = sum(1 << number for number, t in enumerate(shared) if is_main_replica(t.replica_id))
-    return Offer(members, digest, main)
+    is_main = [is_main_replica(t.replica_id) and not is_claimed(t) for t in shared]
+    return Offer(members, digest, sum(1 << number for number, main in enumerate(is_main) if main))
 
 
 def agree(offers: Iterable[Offer | None]) -> dict[Members, int]:
@@ -145,7 +146,7 @@ def accepted(
     """Return the shards that this rank's group divides, if there are any.
 
     Args:
-        tensors: the argument of :func:`offer`.
+        tensors: the argument of :func:`offer`, with claims applied.
         group: the argument of :func:`offer`.
         agreed: the result of :func:`agree`.
         rank: this rank.
@@ -153,9 +154,12 @@ def accepted(
     members = () if group is None else global_ranks(group)
     if members not in agreed:
         return SharedWrites()
-    written = agreed[members]
-    shared = (identity(t) for n, t in enumerate(_shareable(tensors)) if written >> n & 1)
-    return SharedWrites(members.index(rank), len(members), frozenset(shared))
+    shared = frozenset(
+        identity(tensor)
+        for number, tensor in enumerate(_shareable(tensors))
+        if agreed[members] >> number & 1 or (is_claimed(tensor) and tensor.writer in members)
+    )
+    return SharedWrites(members.index(rank), len(members), shared)
 
 
 def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:

@@ -167,6 +167,35 @@ def the_manifest_names_global_ranks(rank: int, world_size: int, folder: Path) ->
     assert len(record["ranks"]["bytes"]) == record["world_size"] == 2
 
 
+def adopted_replicas_share_the_writing(rank: int, world_size: int, folder: Path) -> None:
+    """Plain tensors and DTensors, of all ranks, of a group, and of a group whose first rank is
+    not the first of the save."""
+    at = Place(rank, folder)
+    everyone = DeviceMesh("cpu", range(world_size), _init_backend=False)
+    for number, (mesh, save_group, replica_group) in enumerate(
+        ((everyone, None, dist.group.WORLD), (at.row, at.group, at.group), (at.row, None, at.group))
+    ):
+        by_key = {
+            f"{kind}{n}": torch.full((64, 64), float(n)) for kind in "pd" for n in range(world_size)
+        }
+        own = f"-{at.ranks[0]}" if number == 2 else ""
+        state: dict[str, Any] = {}
+        for key, data in by_key.items():
+            is_plain = key.startswith("p")
+            state[key + own] = data if is_plain else dtensor(mesh, [Replicate()], False, data)
+        place = folder / f"{number}-{0 if save_group is None else at.ranks[0]}"
+        groups: dict[str, Any] = {"process_group": save_group, "replica_group": replica_group}
+        shardstore.save(shardstore.shard(state), place, **groups)
+        stored = StoredCheckpoint(Location.of(place))
+        assert stored.manifest is not None
+        holders = at.ranks if mesh is at.row else list(range(world_size))
+        for kind in "pd":
+            keys = [key for key in state if key.startswith(kind)]
+            writers = [stored.manifest.writer(stored.arrays[key], (0, 0)) for key in keys]
+            assert {*writers} == {*holders}, (number, kind, writers)
+        dist.barrier()
+
+
 def replicas_share_within_a_group(rank: int, world_size: int, folder: Path) -> None:
     at = Place(rank, folder)
     tensor = torch.arange(64.0 * 64).reshape(64, 64)
@@ -340,6 +369,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     a_checkpoint_of_all_ranks_loads_in_groups,
     the_state_of_each_group_comes_back,
     the_manifest_names_global_ranks,
+    adopted_replicas_share_the_writing,
     replicas_share_within_a_group,
     errors_name_global_ranks,
     a_rank_outside_the_group_is_refused,
