@@ -21,7 +21,7 @@ from shardstore.storage.movers.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import Scenario
+from tests.helpers.scenarios import scenarios_of
 
 WORLD = 3
 
@@ -111,11 +111,7 @@ def groups_that_are_not_side_by_side_read_once_each(
     assert torch.equal(parts[0].data, torch.zeros(64, 64) if rank == 1 else whole)
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    nothing_and_hardly_anything,
-    many_in_a_row_that_nobody_waits_for,
-    groups_that_are_not_side_by_side_read_once_each,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -32,7 +32,7 @@ from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import RankFailed, run_ranks
-from tests.helpers.scenarios import Scenario, files_at_most, raised, remains
+from tests.helpers.scenarios import files_at_most, raised, remains, scenarios_of
 
 WORLD = 3
 WHOLE = torch.arange(3 * 64 * 40, dtype=torch.float32).reshape(3 * 64, 40)
@@ -310,21 +310,7 @@ def what_is_there_is_not_replaced_unasked(rank: int, world_size: int, folder: Pa
     check(folder / "c")
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    the_state_at_the_call_is_saved,
-    copying_overlaps_until_wait_staged,
-    a_request_commits_where_the_trainer_polls,
-    a_request_can_be_carried_out_at_once,
-    the_strategy_alone_commits_arrays,
-    a_failure_in_the_background_reaches_every_rank,
-    a_failed_request_reaches_every_rank_at_the_poll,
-    the_functions_of_another_strategy_are_called,
-    a_function_that_fails_on_one_rank_fails_the_save_on_all,
-    wrong_input_of_one_rank_fails_on_all,
-    a_second_save_waits_or_is_refused,
-    an_aborted_save_leaves_nothing,
-    what_is_there_is_not_replaced_unasked,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

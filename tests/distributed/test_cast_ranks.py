@@ -16,7 +16,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.movers.counters import counters
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.helpers.scenarios import Scenario, raised
+from tests.helpers.scenarios import raised, scenarios_of
 
 WORLD = 3
 CHUNK = 4096
@@ -133,12 +133,7 @@ def what_one_rank_may_not_have_fails_on_all(rank: int, world_size: int, folder: 
                 raise error
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    rows_and_flat_ranges,
-    each_byte_is_read_once_by_replicas,
-    the_wrapper_casts_what_it_sends,
-    what_one_rank_may_not_have_fails_on_all,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -19,7 +19,7 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.mapping import ShardedTensorFactory
-from tests.helpers.scenarios import Scenario, raised, remains
+from tests.helpers.scenarios import raised, remains, scenarios_of
 
 WORLD = 4
 Sides = tuple[tuple[int, ...], torch.dtype]
@@ -132,11 +132,7 @@ def the_check_can_be_turned_off(rank: int, world_size: int, folder: Path) -> Non
     assert shardstore.load_plain_tensors(folder / "c")["k"].shape == (4, 2)
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    copies_are_described_alike,
-    a_load_says_the_same,
-    the_check_can_be_turned_off,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -27,7 +27,7 @@ from shardstore.errors import (
 from shardstore.mapping import ShardedTensorFactory
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
-from tests.helpers.scenarios import Scenario, logged, raised
+from tests.helpers.scenarios import logged, raised, scenarios_of
 
 WORLD = 4
 GROUPS = ([0, 2], [1, 3])
@@ -365,18 +365,7 @@ def a_silent_member_is_named_within_the_deadline(rank: int, world_size: int, fol
     assert (ranks.rank, list(ranks.members), ranks.is_broken) == (rank, at.ranks, False)
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    a_checkpoint_of_all_ranks_loads_in_groups,
-    the_state_of_each_group_comes_back,
-    the_manifest_names_global_ranks,
-    adopted_replicas_share_the_writing,
-    replicas_share_within_a_group,
-    errors_name_global_ranks,
-    a_rank_outside_the_group_is_refused,
-    groups_that_share_ranks_take_turns,
-    each_group_has_a_manager,
-    a_silent_member_is_named_within_the_deadline,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -22,7 +22,7 @@ from shardstore.errors import (
 from shardstore.progress import Progress
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import RankFailed, run_ranks
-from tests.helpers.scenarios import Scenario, logged, raised, remains, run_scenarios
+from tests.helpers.scenarios import logged, raised, remains, run_scenarios, scenarios_of
 
 WORLD = 3
 
@@ -250,16 +250,7 @@ def all_ranks_go_back_together(rank: int, world_size: int, folder: Path) -> None
     check(state, rank, 22)
 
 
-SCENARIOS: list[Scenario] = [
-    all_ranks_go_back_together,
-    every_rank_keeps_and_restores_the_same,
-    background_saves_are_retained,
-    damage_that_one_rank_meets_sends_all_back,
-    a_rank_s_failure_is_no_damage,
-    nothing_whole_is_an_error_on_all,
-    each_rank_sees_its_own_progress,
-    pieces_of_shared_chunks_count_for_their_owner,
-]
+SCENARIOS = scenarios_of(globals())
 
 
 def test_ranks_manage_alike(tmp_path: Path) -> None:

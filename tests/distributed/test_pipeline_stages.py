@@ -18,7 +18,7 @@ import shardstore
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.mapping import ShardedTensorFactory
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.scenarios import Scenario
+from tests.helpers.scenarios import scenarios_of
 
 WORLD = 4
 SIZE = 6
@@ -156,11 +156,7 @@ def stages_load_without_stages_and_back(rank: int, world_size: int, folder: Path
         assert local(wanted) == local(state_of(trained(rank, 2, stages=there))["model"])
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    the_same_program_saves_and_loads,
-    one_description_serves_many_saves_and_loads,
-    stages_load_without_stages_and_back,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -27,7 +27,7 @@ from shardstore.storage.movers.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.helpers.scenarios import Scenario, raised, remains
+from tests.helpers.scenarios import raised, remains, scenarios_of
 
 WORLD = 4
 CHUNK = 4096
@@ -417,24 +417,7 @@ def a_rank_that_cannot_take_its_chunks_fails_on_all(
         assert torch.equal(loaded["w"], WHOLE)
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    chunks_are_shared_out_by_bytes,
-    groups_share_their_own_shards,
-    other_shards_in_a_group_are_left_to_their_main_replica,
-    groups_without_tensors_share_nothing,
-    two_main_replicas_are_still_an_error,
-    each_byte_is_read_once,
-    budgets_may_differ,
-    a_group_is_given_on_all_of_its_ranks,
-    automatic_is_what_all_ranks_see,
-    sharing_is_a_choice,
-    automatic_is_where_bytes_come_over_a_network,
-    hosts_of_a_group_are_those_of_its_ranks,
-    ranks_may_ask_for_different_parts,
-    the_wrapper_can_share_chunks,
-    what_goes_wrong_on_one_rank_is_raised_on_all,
-    a_rank_that_cannot_take_its_chunks_fails_on_all,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

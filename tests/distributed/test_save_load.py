@@ -35,7 +35,7 @@ from shardstore.strategies.fully_parallel import (
 )
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import Scenario, logged, raised, remains, run_scenarios
+from tests.helpers.scenarios import logged, raised, remains, run_scenarios, scenarios_of
 
 WORLD = 4
 WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)
@@ -346,7 +346,7 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
         _opened.append(os.fsdecode(arguments[0]))
 
 
-def documents_are_read_by_one_rank_of_several_machines(
+def _documents_are_read_by_one_rank_of_several_machines(
     rank: int, world_size: int, folder: Path
 ) -> None:
     state = {f"w{i}": rows(f"w{i}", rank, world_size) for i in range(20)}
@@ -374,20 +374,7 @@ def documents_are_read_by_one_rank_of_several_machines(
         assert counted == 3
 
 
-SCENARIOS: list[Scenario] = [
-    common_state_is_that_of_rank_0,
-    comparison_can_be_told_what_to_leave_out,
-    clean_save_and_load_log_nothing,
-    sharded_objects,
-    factories,
-    nonpersistent_objects,
-    content_metadata_is_in_the_root_attributes,
-    strict_modes,
-    shapes_may_differ_if_allowed,
-    a_checkpoint_is_replaced_only_if_asked_for,
-    metadata_can_be_loaded,
-    replicas_share_the_work,
-]
+SCENARIOS = scenarios_of(globals())
 
 
 def test_all_scenarios_hold_on_four_ranks(tmp_path: Path) -> None:
@@ -396,7 +383,9 @@ def test_all_scenarios_hold_on_four_ranks(tmp_path: Path) -> None:
 
 
 def test_documents_are_read_by_one_rank_of_several_machines(tmp_path: Path) -> None:
-    run_ranks(run_scenarios, 2, str(tmp_path), [documents_are_read_by_one_rank_of_several_machines])
+    run_ranks(
+        run_scenarios, 2, str(tmp_path), [_documents_are_read_by_one_rank_of_several_machines]
+    )
 
 
 # -- a world of one, without a process group ------------------------------------------------------

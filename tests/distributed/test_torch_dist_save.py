@@ -32,7 +32,7 @@ from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from shardstore.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import Scenario, files_at_most, logged, raised, remains
+from tests.helpers.scenarios import files_at_most, logged, raised, remains, scenarios_of
 
 WORLD = 2
 FORMAT = ("torch_dist", 1)
@@ -318,19 +318,7 @@ def a_copy_that_does_not_fit_its_budget_fails_on_all(
     assert remains(folder) == []
 
 
-SCENARIOS: tuple[Scenario, ...] = (
-    a_request_commits_where_the_trainer_polls,
-    a_handle_commits_by_itself,
-    an_aborted_save_leaves_nothing,
-    the_strategy_alone_shows_nothing_before_the_end,
-    replicas_share_the_work,
-    replicas_without_a_main_one,
-    a_failure_in_the_background_reaches_every_rank,
-    wrong_input_of_one_rank_fails_on_all,
-    a_common_part_that_can_not_be_written_fails_on_all,
-    a_rank_that_does_not_come_to_plan_is_not_waited_for,
-    a_copy_that_does_not_fit_its_budget_fails_on_all,
-)
+SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -35,7 +35,7 @@ from shardstore.saving.session import session_of
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.values.torch_dump import dump_bytes
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import Scenario, raised, remains, run_scenarios
+from tests.helpers.scenarios import raised, remains, run_scenarios, scenarios_of
 
 WORLD = 3
 
@@ -240,19 +240,7 @@ def what_is_asked_for_is_not_what_is_stored(rank: int, world_size: int, folder: 
     assert "'one'" in str(error)
 
 
-SCENARIOS: list[Scenario] = [
-    a_shard_is_missing,
-    shards_overlap,
-    irregular_shards_overlap,
-    main_replicas_are_two_or_none,
-    flat_ranges_overlap_or_leave_a_gap,
-    ranks_disagree_about_a_tensor,
-    one_rank_can_not_prepare,
-    places_differ,
-    keys_can_not_be_stored,
-    objects_are_two_or_missing,
-    what_is_asked_for_is_not_what_is_stored,
-]
+SCENARIOS = scenarios_of(globals())
 
 
 def test_all_scenarios_hold_on_three_ranks(tmp_path: Path) -> None:

@@ -6,18 +6,34 @@ fail ends them all: the other ranks may be waiting for the one that failed.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from shardstore.errors import CheckpointingException
 
 Scenario = Callable[[int, int, Path], None]
+
+
+def scenarios_of(module: dict[str, Any]) -> list[Scenario]:
+    """The scenarios among the functions of a module, given its ``globals()``; those with a leading
+    underscore are none."""
+    arguments = ["rank", "world_size", "folder"]
+    return [
+        value
+        for name, value in module.items()
+        if inspect.isfunction(value)
+        and value.__module__ == module["__name__"]
+        and list(inspect.signature(value).parameters) == arguments
+        and not name.startswith("_")
+    ]
 
 
 def run_scenarios(
