@@ -30,6 +30,7 @@ from shardstore.dtensor.layout import ClaimedTensor, is_description
 from shardstore.errors import AccessPatternError, StructureError
 from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
 from shardstore.storage.format import dtypes
+from shardstore.values import torch_dump
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import LIST_LENGTH, as_text
 from shardstore.values.torch_values import require_loadable
@@ -157,7 +158,7 @@ class PlainValues:
             pickled, value = b"", self.leaves[path]
             if not isinstance(value, torch.Tensor):
                 require_loadable(value, f"the value at {dotted(path)!r}")
-                pickled = pickle.dumps(value)
+                pickled = torch_dump.pickled(value)
             found[path] = Leaf(digest, path in self.arrays, pickled)
         return pickle.dumps(found)
 
@@ -266,7 +267,7 @@ def _digest(value: Any) -> bytes:
         return xxhash.xxh3_128_digest(as_text(value)[1].encode())
     except NotPlainError:
         with suppress(Exception):  # the save refuses it by name
-            return xxhash.xxh3_128_digest(pickle.dumps(value))
+            return xxhash.xxh3_128_digest(torch_dump.pickled(value))
     return b"?"
 
 

@@ -93,10 +93,10 @@ def test_what_dcp_saved_by_shardstore(tmp_path: Path) -> None:
     loaded = shardstore.load(blank(state), tmp_path / "c")
     assert isinstance(loaded, dict)
     assert same(loaded, state)
-    # By itself, a list that holds tensors too is a dict by position: nothing moves up.
+    # Without its tensors, a list holds the other values.
     alone = shardstore.load_common_state_dict(tmp_path / "c")
-    assert alone["list"] == {1: 5, 2: {"n": "x"}}
-    assert alone["last"] == {0: 1, 1: 2}
+    assert alone["list"] == [5, {"n": "x"}]
+    assert alone["last"] == [1, 2]
     assert alone["values"] == state["values"]
     assert same(alone["tuple"], state["tuple"])
 

@@ -14,6 +14,8 @@ import shardstore
 from shardstore import ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.dcp import StorageWriter
+from shardstore.distributed.coordinator import Ranks
+from shardstore.saving.plain import PlainValues
 from shardstore.validation import comparable, compare_common, pickled
 from tests.helpers.nested import same
 
@@ -105,8 +107,10 @@ def test_conversions_write_the_bytes_of_a_view_alone(tmp_path: Path, target_form
 def test_ranks_compare_the_bytes_of_a_view_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Of the common values of rank 0, which the other ranks receive."""
     common = state(sharded=False)
-    sent = pickled(comparable(common, None))
+    sent = pickled(comparable(common))
     assert len(sent) < MOST_BYTES
-    compare_common({**common, "step": 1}, sent, 1)
+    compare_common({**common, "step": 1}, sent, Ranks(rank=1, members=range(2)))
     assert "step" in caplog.text
     assert "view" not in caplog.text
+    own = PlainValues(common, {}, common, has_shards=False)
+    assert len(own.differing({})) < MOST_BYTES
