@@ -63,7 +63,8 @@ def test_a_place_of_any_name_is_that_place(s3_server: S3Server, name: str) -> No
         shardstore.save(state(2), url, storage_options=options, overwrite=True)
         loaded = shardstore.load(state(0), url, storage_options=options)
     except ArgumentError:
-        assert "?versionId=" in name or "&versionId=" in name or set(name) == {"."}
+        refused = ("?versionId=", "&versionId=", "::")  # a version, a chain of URLs
+        assert any(part in name for part in refused) or set(name) == {"."}
     else:
         assert loaded["b"].tolist() == [2.0] * 7
         shardstore.delete_checkpoint(url, storage_options=options)
