@@ -74,7 +74,7 @@ def test_a_store_that_nobody_knows_is_refused_at_once(name: str) -> None:
 
 def test_a_tensor_and_an_object_of_one_key_are_refused_at_the_save(tmp_path: Path) -> None:
     state = {**_state(), "o": ShardedObject("w", {"x": 1}, (1,), (0,))}
-    with pytest.raises(AccessPatternError, match=r"'w' is a ShardedTensor .* and a Sharded"):
+    with pytest.raises(AccessPatternError, match="'w' is both"):
         shardstore.save(state, tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
