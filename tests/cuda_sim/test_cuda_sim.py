@@ -9,7 +9,11 @@ import pytest
 
 from tests.cuda_sim.simulation import IS_MADE, MISSING, ROOT, run
 
-GPU_TESTS = [f"tests/unit/test_{name}.py" for name in ("device_copies", "staging", "partial_loads")]
+GPU_TESTS = [
+    "tests/unit/saving/test_execute.py",
+    "tests/unit/storage/movers/test_device.py",
+    "tests/unit/test_serialization_partial_loads.py",
+]
 CASES = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("cases/*.py"))
 
 
