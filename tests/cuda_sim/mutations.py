@@ -60,7 +60,7 @@ class Mutation(NamedTuple):
     def is_noticed(self) -> bool:
         """Run the case on a changed copy of the package, and return whether it fails."""
         with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-            for name in ("shardstore", "tests", "scripts"):
+            for name in ("shardstore", "tests", "testing", "scripts"):
                 ignored = shutil.ignore_patterns("__pycache__", "golden", ".*")
                 shutil.copytree(ROOT / name, f"{folder}/{name}", ignore=ignored)
             shutil.copy(ROOT / "pyproject.toml", folder)
@@ -70,9 +70,16 @@ class Mutation(NamedTuple):
 
 @cache
 def passes(case: str, root: Path = ROOT) -> bool:
-    """Return whether a case passes with the package in a folder."""
+    """Return whether a case passes with the package in a folder.
+
+    Raises:
+        RuntimeError: pytest could not run the case, which says nothing about the package.
+    """
     arguments = ("-m", "pytest", "-q", "-x", f"tests/cuda_sim/cases/{case}")
-    return run(*arguments, cwd=root, CUDA_SIM_DEVICES=2).returncode == 0
+    done = run(*arguments, cwd=root, CUDA_SIM_DEVICES=2)
+    if done.returncode > 1:
+        raise RuntimeError(f"{case} did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0
 
 
 MUTATIONS = [
