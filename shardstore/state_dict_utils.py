@@ -32,6 +32,12 @@ from shardstore.mapping import (
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 from shardstore.values.record import LIST_LENGTH
 
+# The kinds of values, as sets.
+_SHARDED = frozenset(["sharded"])
+_COMMON = frozenset(["common"])
+_LOCAL = frozenset(["local"])
+_EMPTY = frozenset(["empty"])
+
 
 def save_preprocess(
     sharded_state_dict: ShardedStateDict,
@@ -144,12 +150,12 @@ def number_lists(x: Any, path: Path = (), *, built: bool) -> tuple[Any, frozense
             checkpoint holds.
     """
     if not isinstance(x, dict | list):
-        return x, frozenset({_kind(x, dotted(path), built)})
+        return x, _kind(x, path, built)
     items = x.items() if isinstance(x, dict) else enumerate(x)
     found = [(key, *number_lists(value, (*path, key), built=built)) for key, value in items]
-    kinds = frozenset[str]().union(*(kinds for *_, kinds in found))
+    kinds = frozenset[str]().union(*{kinds for *_, kinds in found})
     if isinstance(x, list):
-        if "empty" in kinds:
+        if kinds >= _EMPTY:
             raise StructureError(
                 f"the list at {'.'.join(map(str, path)) or 'the top'} holds a flattened range of a "
                 "tensor without elements, which no checkpoint holds, so that the positions of the "
@@ -157,14 +163,14 @@ def number_lists(x: Any, path: Path = (), *, built: bool) -> tuple[Any, frozense
             )
         values = [value for _, value, _ in found]
         if all(one == kinds for *_, one in found):
-            return values, kinds or frozenset({"common"})
+            return values, kinds or _COMMON
         # A load keeps its own lengths, because the stored lists may be others.
         length = len(values) if built else LocalNonpersistentObject(len(values))
-        return {**dict(enumerate(values)), LIST_LENGTH: length}, kinds | {"common"}
+        return {**dict(enumerate(values)), LIST_LENGTH: length}, kinds | _COMMON
     numbered = empty_like(x)
     for key, value, _ in found:
         numbered[key] = value
-    return numbered, kinds or frozenset({"common"})
+    return numbered, kinds or _COMMON
 
 
 def _is_somewhere(value: object) -> bool:
@@ -174,24 +180,24 @@ def _is_somewhere(value: object) -> bool:
     return not is_empty_range(value)
 
 
-def _kind(value: object, name: str, built: bool) -> str:
+def _kind(value: object, path: Path, built: bool) -> frozenset[str]:
+    if isinstance(value, ShardedBase):
+        if built and isinstance(value, ShardedTensorFactory):
+            name = dotted(path)
+            raise StructureError(
+                f"a factory built the factory at {name!r}, and factories are built once; let it "
+                "build sharded tensors",
+                key=name,
+            )
+        return _SHARDED if _is_somewhere(value) else _EMPTY
     if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
+        name = dotted(path)
         raise StructureError(
             f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by one "
             "rank; make it a list",
             key=name,
         )
-    if built and isinstance(value, ShardedTensorFactory):
-        raise StructureError(
-            f"a factory built the factory at {name!r}, and factories are built once; let it build "
-            "sharded tensors",
-            key=name,
-        )
-    if isinstance(value, LocalNonpersistentObject):
-        return "local"
-    if not _is_somewhere(value):
-        return "empty"
-    return "sharded" if isinstance(value, ShardedBase) else "common"
+    return _LOCAL if isinstance(value, LocalNonpersistentObject) else _COMMON
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[Any]) -> Any:

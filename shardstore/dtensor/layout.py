@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 import torch
 
 from shardstore.coverage import as_flat_range
-from shardstore.dict_utils import dict_list_map_outplace, nested_values
+from shardstore.dict_utils import nested_items_iter, nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import AccessPatternError
+from shardstore.errors import AccessPatternError, ArgumentError
 from shardstore.mapping import (
     LocalNonpersistentObject,
     ReplicaId,
@@ -188,7 +188,16 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
         shards = _shards(key, local, shape, axes, runs, not loading, replica_id, _ranks_of(mesh))
         return {str(i): shard for i, shard in enumerate(shards)}
 
-    return DTensorFactory(key, local, build, lambda _: made)
+    def merge(_: object) -> DTensor:
+        if local.is_meta:
+            raise ArgumentError(
+                f"{key!r}: shard() was given a DTensor on the meta device, which has no memory to "
+                "load into; give load() the DTensor itself, or make it with torch.empty_like() on "
+                "another device first"
+            )
+        return made
+
+    return DTensorFactory(key, local, build, merge)
 
 
 class DTensorFactory(ShardedTensorFactory):
@@ -267,18 +276,16 @@ class ClaimedTensor(ShardedTensor):
     writer: int | None = None
 
 
-def among(state: ShardedStateDict, ranks: Ranks) -> ShardedStateDict:
-    """Return the state for a save or load by some ranks. If these are not the holders of a shard,
-    the shard is copied, and is a main replica on each rank until :func:`apply_claims`."""
+def claim_among(state: ShardedStateDict, ranks: Ranks) -> None:
+    """Prepare the shards of a state, in place, for a save or load by some ranks. If these are not
+    the holders of a shard, a copy takes its place, which is a main replica on each rank until
+    :func:`apply_claims`."""
     everyone = frozenset(ranks.members)
-
-    def of_ranks(value: Any) -> Any:
+    for container, key, value in nested_items_iter(state):
         if isinstance(value, ClaimedTensor) and value.holders != everyone:
-            value = copy(value)
-            value.writer, value.replica_id = ranks.members[0], 0
-        return value
-
-    return cast(ShardedStateDict, dict_list_map_outplace(of_ranks, state))
+            claimed = copy(value)
+            claimed.writer, claimed.replica_id = ranks.members[0], 0
+            container[key] = claimed
 
 
 def is_claimed(value: object) -> TypeGuard[ClaimedTensor]:

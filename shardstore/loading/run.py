@@ -35,7 +35,7 @@ from shardstore.dict_utils import (
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_load, needs_adoption
-from shardstore.dtensor.layout import among, apply_claims, claims, decide_claims, is_claimed
+from shardstore.dtensor.layout import apply_claims, claim_among, claims, decide_claims, is_claimed
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -168,7 +168,8 @@ class _Request:
         """Split a state dict."""
         state, _ = number_lists(state, built=False)
         wanted, nonpersistent, factories = load_preprocess(state)
-        wanted = among(extract_sharded_base(wanted)[0], ranks)
+        wanted, _ = extract_sharded_base(wanted)
+        claim_among(wanted, ranks)
         return cls(state, wanted, nonpersistent, factories, ranks)
 
     def restricted(self, keys: Container[str]) -> _Request:

@@ -14,7 +14,7 @@ from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt_for_save
-from shardstore.dtensor.layout import among
+from shardstore.dtensor.layout import claim_among
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.mapping import (
@@ -110,7 +110,7 @@ def prepare(
     apply_factories(state_dict)
     state_dict, _ = number_lists(state_dict, built=True)
     sharded, common = save_preprocess(state_dict, validate_access_integrity=False)
-    sharded = among(sharded, ranks)
+    claim_among(sharded, ranks)
     attributes = {}
     if content_metadata is not None:
         if CONTENT_METADATA_KEY in sharded or not isinstance(

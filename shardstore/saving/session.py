@@ -264,7 +264,7 @@ class SaveSession:
         def opening() -> bytes:
             part = prepare()
             prepared.append(part)
-            checks = part.options.validate_access_integrity
+            checks = part.options.validate_access_integrity and ranks.world_size > 1
             report = _Opening(
                 f"to {part.target.url} with base={part.base and part.base.url}",
                 digest_of(nested_values(part.sharded)) if checks else b"",

@@ -27,7 +27,7 @@ from shardstore.coverage import (
     report_shards,
 )
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.layout import among
+from shardstore.dtensor.layout import claim_among
 from shardstore.errors import (
     CheckpointingException,
     ChunkMissingError,
@@ -70,7 +70,7 @@ from shardstore.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
-from shardstore.utils import sharded_tensors_of
+from shardstore.utils import extract_sharded_base, sharded_tensors_of
 
 if TYPE_CHECKING:
     import zarr
@@ -176,7 +176,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             return work(session)
         # The strategy is called directly: begin a save.
         ranks = Ranks.current()
-        state_dict = among(state_dict, ranks)
+        state_dict, _ = extract_sharded_base(state_dict)  # a copy
+        claim_among(state_dict, ranks)
         part = Part(
             target=Location.of(place),
             options=self.options,

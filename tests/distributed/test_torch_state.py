@@ -41,6 +41,7 @@ from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import leaves
 from shardstore.errors import (
     AccessPatternError,
+    ArgumentError,
     ChunkCorruptError,
     DTypeMismatchError,
     MissingKeyError,
@@ -288,6 +289,16 @@ def an_order_of_shards_of_its_own(rank: int, world_size: int, folder: Path) -> N
         assert loaded["w"]._spec.shard_order == spec.shard_order
 
 
+def a_described_dtensor_without_memory_is_named(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
+    shardstore.save({"w": whole}, folder / "c")
+    error = raised(lambda: shardstore.load(shardstore.shard({"w": whole.to("meta")}), folder / "c"))
+    assert isinstance(error, ArgumentError | RanksError)
+    assert "'w'" in str(error)
+    assert "meta device" in str(error)
+
+
 def a_plain_tensor_is_an_array_if_any_rank_has_dtensors(
     rank: int, world_size: int, folder: Path
 ) -> None:
@@ -450,6 +461,7 @@ SAVING: tuple[Callable[[int, int, Path], None], ...] = (
     placements_load_otherwise,
     partial_is_refused,
     an_order_of_shards_of_its_own,
+    a_described_dtensor_without_memory_is_named,
     a_plain_tensor_is_an_array_if_any_rank_has_dtensors,
     plain_tensors_beside_sharded_ones_stay_common,
     explicit_shard,

@@ -21,7 +21,7 @@ import zarr.codecs
 import shardstore
 from shardstore import CheckpointManager
 from shardstore.convert import convert
-from shardstore.errors import ChunkMissingError, StorageError
+from shardstore.errors import ArgumentError, ChunkMissingError, StorageError
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import objects as object_commit
@@ -98,6 +98,21 @@ def test_a_slash_at_the_end_of_an_endpoint_is_in_no_request(
         paths = [request.path for request in proxy.passed()]
     assert len(paths) > 20
     assert [path for path in paths if path.startswith("//")] == []
+
+
+def test_two_slashes_in_the_endpoint_of_a_profile_are_named(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bucket = s3_server.new_bucket()
+    (tmp_path / "config").write_text(
+        f"[profile of-here]\nendpoint_url = {s3_server.endpoint_url}//s3\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "of-here")
+    options = {"key": s3_server.key, "secret": s3_server.secret}
+    with pytest.raises(ArgumentError, match=r"endpoint_url of the profile .*two slashes"):
+        shardstore.save(state(3), f"s3://{bucket}/run", storage_options=options)
+    assert s3_server.keys(bucket) == []
 
 
 def converted(url: str, options: dict[str, Any]) -> object:

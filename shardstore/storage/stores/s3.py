@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
-from shardstore.errors import StorageError
+from shardstore.errors import ArgumentError, StorageError
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, SETTINGS, explained, keep_quiet_about
 
 LIMITS = {"connect_timeout": 5, "read_timeout": 20}
@@ -205,6 +205,7 @@ async def s3_settings(fs: Any, url: str) -> S3Settings:
     renews them some minutes before they expire.
 
     Raises:
+        ArgumentError: the endpoint of the profile is none.
         StorageError: the profile, its program or a token service gives no credentials, or a value
             has a character that no request can have.
     """
@@ -220,6 +221,8 @@ async def s3_settings(fs: Any, url: str) -> S3Settings:
             keep_quiet_about({}, *found)
     except Exception as error:  # of botocore, of the program, or of the operating system
         raise explained("finding region and credentials of", url, error, SETTINGS) from error
+    if wrong := _wrong_endpoint(client.meta.endpoint_url):  # that of a profile
+        raise ArgumentError(f"{url}: endpoint_url of the profile {wrong}")
     region = client.meta.region_name
     names = ("access key", "secret key", "session token", "region")
     for name, value in zip(names, (*(found or ("", "", "")), region), strict=True):
