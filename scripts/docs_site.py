@@ -1,7 +1,7 @@
 """Hooks of the documentation site: pages from elsewhere in the repository, and docstring roles.
 
-README.md, CONTRIBUTING.md, CHANGELOG.md, docker/README.md and FORMAT.md are pages of the site
-without a copy below docs/. Their links, and links of other pages to them, are valid in the
+README.md, CONTRIBUTING.md, CHANGELOG.md, docker/README.md, FORMAT.md and PROTOCOL.md are pages of
+the site without a copy below docs/. Their links, and links of other pages to them, are valid in the
 repository and are rewritten for the site.
 """
 
@@ -23,6 +23,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "docker/README.md": "guides/containers.md",
     "shardstore/storage/FORMAT.md": "reference/format.md",
+    "shardstore/storage/PROTOCOL.md": "reference/protocol.md",
 }
 STATIC = ("LICENSE",)
 _LINK = re.compile(r"(\]\()((?!\w+:|#)[^)#\s]+)([^)]*\))")

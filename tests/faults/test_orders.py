@@ -201,7 +201,7 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parallel, "threading", SimpleNamespace(Thread=NoThread))
     monkeypatch.setattr(object_commit, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
-    # Nobody is held up for longer: what comes then no store can prevent, see FORMAT.md.
+    # Nobody is held up for longer: what comes then no store can prevent, see PROTOCOL.md.
     monkeypatch.setattr(object_commit, "SETTLE_S", 100.0)
     monkeypatch.setattr(folder, "_exchange", exchanged)
     monkeypatch.setattr(files, "read_chunks", read)

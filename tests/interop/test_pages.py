@@ -26,7 +26,12 @@ PAGES = [
     "CONTRIBUTING.md",
     *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")),
 ]
-OTHERS = ["CHANGELOG.md", "docker/README.md", "shardstore/storage/FORMAT.md"]
+OTHERS = [
+    "CHANGELOG.md",
+    "docker/README.md",
+    "shardstore/storage/FORMAT.md",
+    "shardstore/storage/PROTOCOL.md",
+]
 ERRORS, EVENTS, SETTINGS = (
     (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
     for name in ("errors", "events", "settings")

@@ -76,7 +76,10 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
         names = set(archive.namelist())
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "shardstore").rglob("*.py")}
     assert sources <= names
-    assert {"shardstore/py.typed", "shardstore/storage/FORMAT.md"} <= names
+    assert {
+        "shardstore/py.typed",
+        *(f"shardstore/storage/{p}.md" for p in ("FORMAT", "PROTOCOL")),
+    } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"shardstore"}
 
