@@ -116,7 +116,7 @@ class ArrayMeta:
     @property
     def chunk_bytes(self) -> int:
         """Size of a decoded chunk in bytes."""
-        return _chunk_bytes(self.grid.chunk_shape, self.dtype)
+        return math.prod(self.grid.chunk_shape) * dtypes.itemsize(self.dtype)
 
     def expected_crc(self, number: int) -> int | None:
         """Return the crc32c of a decoded chunk from the commit; ``None`` if the commit has none.
@@ -169,11 +169,6 @@ def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
     if zarr_format == 2:
         return separator.join(map(str, index)) if index else "0"
     return separator.join(["c", *map(str, index)])
-
-
-@lru_cache(maxsize=4096)
-def _chunk_bytes(chunk_shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(chunk_shape) * dtypes.itemsize(dtype)
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
