@@ -334,10 +334,7 @@ class _Root(msgspec.Struct):
 _NODE = msgspec.json.Decoder(_Array | _Group)
 _V2_ARRAY = msgspec.json.Decoder(_V2Array)
 _ATTRIBUTES = msgspec.json.Decoder(_Attributes)
-_MEMBERS = msgspec.json.Decoder(_Members)
 _ROOT = msgspec.json.Decoder(_Root)
-_ENCODING = msgspec.json.Decoder(_Encoding)
-_CODECS = msgspec.json.Decoder(list[_Extension])
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], text: bytes, url: str) -> T:
@@ -424,12 +421,12 @@ def _layout(
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
-    keys = _ENCODING.decode(encoding)
+    keys = msgspec.json.decode(encoding, type=_Encoding)
     v2_keys = keys.name == "v2"
     separator = (keys.configuration or {}).get("separator", "." if v2_keys else "/")
     if separator not in (".", "/"):  # another text could lead out of the checkpoint
         raise ValueError(f"separator {separator!r}")
-    first, *others = _CODECS.decode(codecs)
+    first, *others = msgspec.json.decode(codecs, type=list[_Extension])
     little = (first.configuration or {}).get("endian", "little") == "little"
     chain = tuple(codec.name for codec in others)
     known = first.name == "bytes" and little and chain in _CHAINS and not v2_keys
@@ -660,8 +657,8 @@ def parse_root(text: bytes, url: str) -> RootDocument:
         ) from error
     texts, consolidated = {}, True
     try:
-        members = _MEMBERS.decode(document.consolidated_metadata).metadata
-        texts = {node: bytes(raw) for node, raw in members.items()}
+        members = msgspec.json.decode(document.consolidated_metadata, type=_Members)
+        texts = {node: bytes(raw) for node, raw in members.metadata.items()}
     except msgspec.ValidationError:
         consolidated = False
     attributes = document.attributes if isinstance(document.attributes, dict) else {}
