@@ -553,7 +553,9 @@ class RootDocument:
         self.chunk_sums = _dict_of(self.about, CHUNK_SUMS)
         self.chunk_bytes = _dict_of(self.about, CHUNK_BYTES)
         self.file_sums = _dict_of(self.about, FILE_SUMS)
-        self.file_bytes = _file_bytes(self.attributes)
+        sizes = _dict_of(self.about, FILE_BYTES)
+        # No file is larger, and the calls of the operating system take no larger number.
+        self.file_bytes = {n: b for n, b in sizes.items() if type(b) is int and 0 <= b < 2**62}
 
     def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
         """Return all arrays by key.
@@ -613,21 +615,15 @@ class RootDocument:
         return damaged(self.url, wrong)
 
 
-def _file_bytes(attributes: object) -> dict[str, int]:
-    found = _dict_of(_dict_of(attributes, "shardstore"), FILE_BYTES)
-    # No file is larger, and the calls of the operating system take no larger number.
-    return {name: n for name, n in found.items() if type(n) is int and 0 <= n < 2**62}
-
-
 def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]]:
     """Return the ``config`` of a root document (``None`` if it has none),
     :attr:`RootDocument.file_sums` and :attr:`RootDocument.file_bytes`, without parsing its
     arrays."""
-    attributes: object = {}
+    attributes: Any = None
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
         attributes = _ROOT.decode(text).attributes
-    about = _dict_of(attributes, "shardstore")
-    return about.get("config"), _dict_of(about, FILE_SUMS), _file_bytes(attributes)
+    root = RootDocument("", attributes, None, {})
+    return root.about.get("config"), root.file_sums, root.file_bytes
 
 
 def parse_root(text: bytes, url: str) -> RootDocument:
