@@ -221,7 +221,7 @@ class FolderAttempt(Attempt):
         Raises:
             OSError: another process took it over first.
         """
-        mine = replace(self, id=f"{_owner()}-{self.id.rpartition('-')[2]}")
+        mine = replace(self, id=_own_id(self.id.rpartition("-")[2]))
         os.rename(self.location.url, mine.location.url)
         return mine
 
@@ -247,7 +247,7 @@ def delete(place: Location) -> None:
     if os.path.islink(place.url):
         place.delete()
         return
-    doomed = FolderAttempt(place, _fresh_id())
+    doomed = FolderAttempt(place, _own_id(secrets.token_hex(8)))
     try:
         os.rename(place.url, doomed.location.url)
     except OSError:  # a mount point, or a parent folder without write permission
@@ -306,7 +306,7 @@ def begin(place: Location, options: SaveOptions) -> FolderAttempt:
         raise exists_error(target)
     for left in leftovers(*os.path.split(target.url)):
         sweep(left)
-    attempt = FolderAttempt(target, _fresh_id(), options.overwrite)
+    attempt = FolderAttempt(target, _own_id(secrets.token_hex(8)), options.overwrite)
     try:
         with store_errors("creating", attempt.location.url):
             os.makedirs(attempt.location.url)
@@ -396,14 +396,11 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _fresh_id() -> str:
-    return f"{_owner()}-{secrets.token_hex(8)}"
-
-
-def _owner() -> str:
-    """Return an identity of this process that is unique among machines and over time."""
+def _own_id(last: str) -> str:
+    """Return an ID that ends in ``last``, after an identity of this process that is unique among
+    machines and over time."""
     pid = os.getpid()
-    return f"{_machine()}-{pid}-{_start_of(pid)}"
+    return f"{_machine()}-{pid}-{_start_of(pid)}-{last}"
 
 
 @cache

@@ -475,9 +475,8 @@ def _require_conditions(place: Location) -> None:
         StorageError: the store did not refuse it, or the two clients use different stores.
     """
     store = place.remote
-    scheme, _, rest = place.url.partition("://")
     # The key stands for one endpoint and bucket.
-    known = f"{id(store.fs)} {scheme}://{rest.partition('/')[0]}"
+    known = f"{id(store.fs)} {'/'.join(place.url.split('/')[:3])}"
     if known in _honest:
         return
     probe = f"{ATTEMPTS}/probe-{secrets.token_hex(8)}"
@@ -496,7 +495,7 @@ def _require_conditions(place: Location) -> None:
         )
     if second:
         condition, but = "the condition that an object must be new", ""
-        if scheme in ("s3", "s3a"):
+        if place.is_s3:
             condition = "If-None-Match"
             but = " (Ceph's gateway honours it only in a bucket without versioning)"
         raise place.error(

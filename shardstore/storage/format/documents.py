@@ -116,7 +116,7 @@ class ArrayMeta:
     @property
     def chunk_bytes(self) -> int:
         """Size of a decoded chunk in bytes."""
-        return _chunk_bytes(self.grid.chunk_shape, self.dtype)
+        return math.prod(self.grid.chunk_shape) * dtypes.itemsize(self.dtype)
 
     def expected_crc(self, number: int) -> int | None:
         """Return the crc32c of a decoded chunk from the commit; ``None`` if the commit has none.
@@ -169,11 +169,6 @@ def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
     if zarr_format == 2:
         return separator.join(map(str, index)) if index else "0"
     return separator.join(["c", *map(str, index)])
-
-
-@lru_cache(maxsize=4096)
-def _chunk_bytes(chunk_shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(chunk_shape) * dtypes.itemsize(dtype)
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -339,10 +334,7 @@ class _Root(msgspec.Struct):
 _NODE = msgspec.json.Decoder(_Array | _Group)
 _V2_ARRAY = msgspec.json.Decoder(_V2Array)
 _ATTRIBUTES = msgspec.json.Decoder(_Attributes)
-_MEMBERS = msgspec.json.Decoder(_Members)
 _ROOT = msgspec.json.Decoder(_Root)
-_ENCODING = msgspec.json.Decoder(_Encoding)
-_CODECS = msgspec.json.Decoder(list[_Extension])
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], text: bytes, url: str) -> T:
@@ -429,12 +421,12 @@ def _layout(
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
-    keys = _ENCODING.decode(encoding)
+    keys = msgspec.json.decode(encoding, type=_Encoding)
     v2_keys = keys.name == "v2"
     separator = (keys.configuration or {}).get("separator", "." if v2_keys else "/")
     if separator not in (".", "/"):  # another text could lead out of the checkpoint
         raise ValueError(f"separator {separator!r}")
-    first, *others = _CODECS.decode(codecs)
+    first, *others = msgspec.json.decode(codecs, type=list[_Extension])
     little = (first.configuration or {}).get("endian", "little") == "little"
     chain = tuple(codec.name for codec in others)
     known = first.name == "bytes" and little and chain in _CHAINS and not v2_keys
@@ -561,7 +553,9 @@ class RootDocument:
         self.chunk_sums = _dict_of(self.about, CHUNK_SUMS)
         self.chunk_bytes = _dict_of(self.about, CHUNK_BYTES)
         self.file_sums = _dict_of(self.about, FILE_SUMS)
-        self.file_bytes = _file_bytes(self.attributes)
+        sizes = _dict_of(self.about, FILE_BYTES)
+        # No file is larger, and the calls of the operating system take no larger number.
+        self.file_bytes = {n: b for n, b in sizes.items() if type(b) is int and 0 <= b < 2**62}
 
     def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
         """Return all arrays by key.
@@ -621,21 +615,15 @@ class RootDocument:
         return damaged(self.url, wrong)
 
 
-def _file_bytes(attributes: object) -> dict[str, int]:
-    found = _dict_of(_dict_of(attributes, "shardstore"), FILE_BYTES)
-    # No file is larger, and the calls of the operating system take no larger number.
-    return {name: n for name, n in found.items() if type(n) is int and 0 <= n < 2**62}
-
-
 def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]]:
     """Return the ``config`` of a root document (``None`` if it has none),
     :attr:`RootDocument.file_sums` and :attr:`RootDocument.file_bytes`, without parsing its
     arrays."""
-    attributes: object = {}
+    attributes: Any = None
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
         attributes = _ROOT.decode(text).attributes
-    about = _dict_of(attributes, "shardstore")
-    return about.get("config"), _dict_of(about, FILE_SUMS), _file_bytes(attributes)
+    root = RootDocument("", attributes, None, {})
+    return root.about.get("config"), root.file_sums, root.file_bytes
 
 
 def parse_root(text: bytes, url: str) -> RootDocument:
@@ -665,8 +653,8 @@ def parse_root(text: bytes, url: str) -> RootDocument:
         ) from error
     texts, consolidated = {}, True
     try:
-        members = _MEMBERS.decode(document.consolidated_metadata).metadata
-        texts = {node: bytes(raw) for node, raw in members.items()}
+        members = msgspec.json.decode(document.consolidated_metadata, type=_Members)
+        texts = {node: bytes(raw) for node, raw in members.metadata.items()}
     except msgspec.ValidationError:
         consolidated = False
     attributes = document.attributes if isinstance(document.attributes, dict) else {}

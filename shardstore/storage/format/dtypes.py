@@ -36,14 +36,6 @@ _FOREIGN = frozenset(n for n in _ITEMSIZES if n == "bfloat16" or n.startswith("f
 """Types that NumPy lacks. Zarr v2 documents contain their names instead of NumPy type codes."""
 
 
-@cache
-def _types() -> dict[str, np.dtype[Any]]:
-    import ml_dtypes  # noqa: F401 (teaches NumPy the types that it lacks)
-    import numpy as np
-
-    return {name: np.dtype(name) for name in _ITEMSIZES}
-
-
 def names() -> tuple[str, ...]:
     """Return the Zarr names of all data types that can be stored."""
     return tuple(_ITEMSIZES)
@@ -83,8 +75,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         DTypeMismatchError: this version does not read the data type.
     """
+    import ml_dtypes  # noqa: F401 (teaches NumPy the types that it lacks)
+    import numpy as np
+
     check(name)
-    return _types()[name]
+    return np.dtype(name)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -136,13 +136,12 @@ def _few_cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Sequ
 
 
 def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator[_Cut]:
-    one = grid.chunk_at(region)
-    for index in grid.overlapping(region) if one is None else (one,):
+    for index in grid.overlapping(region):
         chunk = grid.box(index)
         common = chunk.intersect(region)
         assert common is not None
         # With the ellipsis, a 0-d part stays an array; indexing with () alone copies the element.
-        where = (..., *common.relative_to(region.offset).slices) if one is None else None
+        where = None if common == region else (..., *common.relative_to(region.offset).slices)
         yield (
             index,
             common.relative_to(chunk.offset),

@@ -417,9 +417,9 @@ class Location:
             return os.path.lexists(os.path.join(self.url, name) if name else self.url)
         return self.remote.exists(name)
 
-    def is_dir(self, name: str = "") -> bool:
-        """Return whether a name is a folder of the operating system."""
-        return self.is_local and os.path.isdir(os.path.join(self.url, name))
+    def is_dir(self) -> bool:
+        """Return whether this location is a folder of the operating system."""
+        return self.is_local and os.path.isdir(self.url)
 
     def listing(self, name: str = "") -> list[str]:
         """Return the names directly below a folder; empty if there is none.

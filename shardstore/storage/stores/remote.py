@@ -421,7 +421,8 @@ class RemoteStore:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # concurrent first requests would each create a session
                     self.s3_settings()
-            found = sync(self.fs.loop, call, *args, timeout=_left(deadline), **kwargs)
+            left = max(0.01, deadline - time.monotonic())  # fsspec takes 0 for no limit
+            found = sync(self.fs.loop, call, *args, timeout=left, **kwargs)
         except FSTimeoutError:
             raise too_late(self.url, seconds) from None
         except OSError as error:
@@ -448,11 +449,6 @@ class RemoteStore:
             raise FileNotFoundError(url) from None
         except Exception as error:  # the libraries have their own exception types
             raise explained(doing, url, error) from error
-
-
-def _left(deadline: float) -> float:
-    """Return the seconds until a deadline, at least some: fsspec takes 0 for no limit."""
-    return max(0.01, deadline - time.monotonic())
 
 
 def _unless_there(write: Callable[[], None]) -> bool:

@@ -282,8 +282,13 @@ def test_sizes_of_files_are_read_once_for_all_objects(
     state = {str(i): ShardedObject(f"o{i}", i, (1,), (0,)) for i in range(3)}
     shardstore.save(state, tmp_path / "a")
     calls: list[Any] = []
-    sizes = documents._file_bytes
-    monkeypatch.setattr(documents, "_file_bytes", lambda found: calls.append(found) or sizes(found))
+    made = documents.RootDocument.__post_init__
+
+    def counted(root: documents.RootDocument) -> None:
+        calls.append(root)
+        made(root)
+
+    monkeypatch.setattr(documents.RootDocument, "__post_init__", counted)
     assert sorted(shardstore.open(tmp_path / "a").objects.values()) == [0, 1, 2]
     assert len(calls) == 1
 
