@@ -215,12 +215,9 @@ class StorageReader(Placed, DcpStorageReader):
                     len(both),
                     ", ".join(map(repr, both[:8])),
                 )
-            flat = {
-                key: value
-                for key, value in flat.items()
-                if key not in stored.arrays and paths[key][-1] != LIST_LENGTH
-            }
             for key, value in flat.items():
+                if key in stored.arrays or paths[key][-1] == LIST_LENGTH:
+                    continue
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                     self._tensors[key] = value
                 else:
@@ -230,7 +227,7 @@ class StorageReader(Placed, DcpStorageReader):
                 sharded.key if sharded.global_shape == (1,) else unique_key: sharded
                 for unique_key, sharded in common.load_sharded_metadata(place).items()
             }
-            known = {*flat, *stored.arrays}
+            known = {*self._tensors, *self._values, *stored.arrays}
             objects = {key: sharded for key, sharded in objects.items() if key not in known}
 
         def read_object(key: str) -> Any:

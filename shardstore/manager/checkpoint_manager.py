@@ -209,7 +209,7 @@ class CheckpointManager:
         Raises:
             ArgumentError: the step is not a whole number of at least 0.
         """
-        return self._steps.url(number_of(step))
+        return self._steps.place(number_of(step)).url
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -529,7 +529,7 @@ def _candidates(
         raise NotACheckpointError(
             f"there is no step {wanted} below {steps.root.url}; existing steps: "
             f"{', '.join(map(str, infos)) or 'none'}",
-            url=steps.url(wanted),
+            url=steps.place(wanted).url,
         )
     yield None, None
 

@@ -138,15 +138,11 @@ class Steps:
         """Return the location of a step, which need not exist."""
         return self.root.child(f"{self.prefix}{step}")
 
-    def url(self, step: int) -> str:
-        """Return the URL of a step, which need not exist."""
-        return self.place(step).url
-
     def log(
         self, event: str, step: int, text: str, level: int = logging.INFO, /, **fields: Any
     ) -> None:
         """Log an event of a step, see :data:`shardstore.progress.EVENTS`."""
-        log_event(logger, event, text, level, step=step, **{"url": self.url(step), **fields})
+        log_event(logger, event, text, level, step=step, **{"url": self.place(step).url, **fields})
 
     def step_of(self, name: str) -> int | None:
         """Return the step of a folder's name, ``None`` for other names."""
@@ -297,7 +293,7 @@ class Steps:
             record: its commit record.
         """
         step, size, seconds = about.step, record.get("stored_bytes", 0), record.get("seconds", 0.0)
-        text = f"saved step {step}: {self.url(step)}"
+        text = f"saved step {step}: {self.place(step).url}"
         self.log("step", step, text, bytes=size, seconds=seconds, metrics=dict(about.metrics))
         infos, content = self.infos(), record.get("content")
         same = [n for n in infos if n < step and infos[n].content == content]
@@ -305,8 +301,8 @@ class Steps:
             earlier = same[-1]
             text = (
                 f"all tensors of step {step} are equal to those of step {earlier} "
-                f"({self.url(earlier)}). Check that the model was trained in between, and that "
-                "its current state is saved"
+                f"({self.place(earlier).url}). Check that the model was trained in between, and "
+                "that its current state is saved"
             )
             self.log("same_content", step, text, logging.WARNING, earlier=earlier)
         left = [n for n in branches(infos)[1] if n > step and n not in self.told]
@@ -339,7 +335,7 @@ class Steps:
         keep = policy.kept({step: infos[step].metrics for step in managed})
         for step in managed:
             if step not in keep and self.delete(step):
-                self.log("delete", step, f"deleted step {step}: {self.url(step)}")
+                self.log("delete", step, f"deleted step {step}: {self.place(step).url}")
 
     def warn_of_later(self, infos: Mapping[int, StepInfo], chosen: int) -> None:
         """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""
@@ -366,7 +362,7 @@ class Steps:
             for step in reversed(later):  # the highest first, so that no gap is left
                 if infos[step].managed and self.delete(step):
                     text = f"deleted step {step}, later than the restored step {chosen}: "
-                    self.log("delete", step, text + self.url(step), logging.WARNING)
+                    self.log("delete", step, text + self.place(step).url, logging.WARNING)
                 else:
                     kept.append(step)
             if kept:
