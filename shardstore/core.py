@@ -98,9 +98,8 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
     """Return the backends that the root document names; ``None`` if it was not read before or names
     none."""
-    if "zarr.json" not in stored.documents or CONFIG_FNAME in stored.documents:
-        return None
-    if stored.document("zarr.json") is None:  # which is not damage here
+    # A root document that does not exist is not damage here.
+    if stored.documents.get("zarr.json") is None or CONFIG_FNAME in stored.documents:
         return None
     try:
         found = None if stored.root is None else stored.root.about.get("config")

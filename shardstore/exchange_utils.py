@@ -192,7 +192,10 @@ def exchange_by_distribution(
     for shard_id in shared:
         tensor = loaded_tensors.get(shard_id)
         if tensor is None:
-            tensor = _receiving(unloaded_shards.get(shard_id, described[shard_id]))
+            wanted = unloaded_shards.get(shard_id, described[shard_id])
+            tensor = wanted.data
+            if tensor is None or tensor.is_meta or not tensor.is_contiguous():
+                tensor = torch.empty(data_shape(wanted), dtype=wanted.dtype, device="cpu")
         # Not reshape, because a single element with a stride cannot be viewed as bytes.
         flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
         broadcast_bytes(flat.view(torch.uint8), main_ranks[shard_id], parallelization_group)
@@ -213,14 +216,6 @@ def require_known(exchange_algo: str) -> None:
         raise NotImplementedError(
             f"Unknown exchange algorithm {exchange_algo!r}; give one of {', '.join(known)}"
         )
-
-
-def _receiving(wanted: ShardedTensor) -> torch.Tensor:
-    """Return the data of a shard if it can receive bytes, else a new tensor."""
-    data = wanted.data
-    if data is None or data.is_meta or not data.is_contiguous():
-        return torch.empty(data_shape(wanted), dtype=wanted.dtype, device="cpu")
-    return data
 
 
 def exchange_loaded_objects_gather_object(

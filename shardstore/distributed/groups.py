@@ -111,11 +111,9 @@ def require_group(name: str, group: object) -> None:
     Raises:
         ArgumentError: the argument is something else.
     """
-    if group is None:
-        return
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # a number
     is_outside = type(group) is type(outside) and group == outside
-    if is_outside or isinstance(group, dist.ProcessGroup):
+    if group is None or is_outside or isinstance(group, dist.ProcessGroup):
         return
     raise ArgumentError(
         f"{name}={group!r:.200} must be a process group, as torch.distributed.new_group() and "

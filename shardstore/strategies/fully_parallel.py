@@ -279,14 +279,12 @@ def distribute_main_replicas_with_precomputed_distribution(
     if precomputed_distribution is None or group_size(parallelization_group) <= 1:
         return
     rank = group_rank(parallelization_group)
-    seen: set[_ShardId] = set()
+    main_ranks = precomputed_distribution.main_rank_for_shard
+    mine = {shard_id for shard_id, main_rank in main_ranks.items() if main_rank == rank}
     for sh_ten in sharded_tensors_of(sharded_state_dict):
         shard_id = _sharded_tensor_shard_id(sh_ten)
-        # If a state dict holds a shard twice, only one is the main replica.
-        main_rank = precomputed_distribution.main_rank_for_shard.get(shard_id)
-        is_main = main_rank == rank and shard_id not in seen
-        seen.add(shard_id)
-        sh_ten.replica_id = 0 if is_main else 1
+        sh_ten.replica_id = 0 if shard_id in mine else 1
+        mine.discard(shard_id)  # if a state dict holds a shard twice, only one is the main replica
 
 
 def _share_out(
