@@ -21,6 +21,8 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.cli.app import app
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError
+from shardstore.inspection.verify import Finding, verify
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 
@@ -192,3 +194,21 @@ def test_a_codec_that_nobody_knows_is_named(
     assert entries[good]["count"] == expected().size
     assert "acme.secret" in done.stderr
     assert "damage" not in done.stderr
+
+
+def test_verify_says_what_it_could_not_decode_and_goes_on(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path, mode="w")
+    for name in ("bad", "cut", "good"):
+        group.create_array(name, data=VALUES, chunks=(5, 7))
+    document = json.loads((tmp_path / "bad/zarr.json").read_text())
+    document["codecs"] = UNKNOWN[3][2]
+    (tmp_path / "bad/zarr.json").write_text(json.dumps(document))
+    (tmp_path / "cut/c/1/0").unlink()
+    findings: list[Finding] = []
+    verified = verify(StoredCheckpoint(Location.of(tmp_path)), findings.append)
+    assert (verified.arrays, verified.chunks, verified.damage, verified.notes) == (2, 4, 1, 1)
+    found = {finding.key: finding for finding in findings}
+    assert (found["bad"].kind, found["bad"].severity) == ("codec-unknown", "note")
+    assert "acme.secret" in found["bad"].message
+    assert "not verified" in found["bad"].message
+    assert (found["cut"].kind, found["cut"].chunk) == ("chunk-missing", (1, 0))
