@@ -217,8 +217,10 @@ class _Verification:
         self.meter.expect(size, sum(meta.grid.size for meta in wanted))
         for array in wanted:
             if array.codecs is None and (unread := self._unread(array)):
+                # This package writes only codecs that it decodes.
+                severity: Severity = "damage" if self._is_ours else "note"
                 text = f"{unread}; its chunks were not verified"
-                self._report("codec-unknown", array.node, text, "note", key=array.key)
+                self._report("codec-unknown", array.node, text, severity, key=array.key)
                 self.result.arrays -= 1
                 continue
             count, step = array.grid.size, max(1, min(RUN_CHUNKS, RUN_BYTES // array.chunk_bytes))

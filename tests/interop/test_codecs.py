@@ -212,3 +212,15 @@ def test_verify_says_what_it_could_not_decode_and_goes_on(tmp_path: Path) -> Non
     assert "acme.secret" in found["bad"].message
     assert "not verified" in found["bad"].message
     assert (found["cut"].kind, found["cut"].chunk) == ("chunk-missing", (1, 0))
+
+
+def test_a_codec_that_nobody_knows_is_damage_in_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(4)) for key in ("bad", "good")}
+    shardstore.save(state, tmp_path / "c", ("zarr", 1))
+    path, (_, member, codecs) = tmp_path / "c/bad/.zarray", UNKNOWN[2]
+    path.write_text(json.dumps({**json.loads(path.read_text()), member: codecs}))
+    findings: list[Finding] = []
+    verified = verify(StoredCheckpoint(Location.of(tmp_path / "c")), findings.append)
+    assert (verified.ok, verified.arrays) == (False, 1)
+    (found,) = findings
+    assert (found.kind, found.severity, found.key) == ("codec-unknown", "damage", "bad")
