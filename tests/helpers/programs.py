@@ -1,7 +1,7 @@
 """Runs what a page prints: its programs and its shell commands, in order, in one folder.
 
-torchrun starts the first program that wants several ranks, if asked to; the others find in their
-environment what torchrun would have put there.
+torchrun starts the first program that wants several ranks, if asked to, and all of them if another
+Python is given; the others find in their environment what torchrun would have put there.
 
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
 reader that must not need torch, ``s3`` for one rank and a bucket; ``<!-- run -->`` shell commands,
@@ -56,32 +56,47 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def run_page(page: str, folder: Path, store: Mapping[str, str], *, torchrun: bool) -> None:
-    """Run all blocks; ``store`` is the environment of those that need a bucket."""
+def run_page(
+    page: str,
+    folder: Path,
+    store: Mapping[str, str],
+    *,
+    torchrun: bool = False,
+    python: str | os.PathLike[str] | None = None,
+) -> None:
+    """Run all blocks; ``store`` is the environment of those that need a bucket, and ``python`` that
+    of another environment, if any."""
     for number, block in enumerate(blocks(page)):
         environment = dict(store) if block.where == "s3" else {}
         if block.how == "ranks":
             several = block.where.isdecimal() and int(block.where) > 1
-            _program(block, folder / f"block_{number}.py", environment, torchrun and several)
+            file, own = folder / f"block_{number}.py", python is not None
+            _program(block, file, environment, own or (torchrun and several), python)
             torchrun = torchrun and not several
         elif block.how == "run":
             for line in block.text.splitlines():
-                _command(line, folder, environment)
+                _command(line, folder, environment, python)
 
 
-def _program(block: Block, file: Path, environment: Mapping[str, str], torchrun: bool) -> None:
+def _program(
+    block: Block,
+    file: Path,
+    environment: Mapping[str, str],
+    torchrun: bool,
+    python: str | os.PathLike[str] | None,
+) -> None:
     program = block.text
     if block.where == "none":
         program += "\nimport sys\nassert 'torch' not in sys.modules\n"
     file.write_text(program, encoding="utf-8")
-    command = [sys.executable]
-    if torchrun:
+    command = [str(python or sys.executable)]
+    ranks = int(block.where) if block.where.isdecimal() else 1
+    if torchrun and block.where != "none":
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += ["--nproc-per-node", block.where]
+        command += ["--nproc-per-node", str(ranks)]
     if torchrun or block.where == "none":
         done = _run([*command, str(file)], file.parent, environment)
     else:
-        ranks = int(block.where) if block.where.isdecimal() else 1
         done = run_forked(file, ranks, environment)
     assert done.returncode == 0, f"{program}\n{done.stdout}\n{done.stderr}"
     shown = block.output.splitlines() or _CLAIM.findall(program)
@@ -130,9 +145,16 @@ def _main(file: str, environment: Mapping[str, str], arguments: Sequence[str]) -
     exec(compile(Path(file).read_text("utf-8"), file, "exec"), vars(program))
 
 
-def _command(line: str, folder: Path, environment: Mapping[str, str]) -> None:
+def _command(
+    line: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    python: str | os.PathLike[str] | None,
+) -> None:
     command, _, comment = line.partition(" #")
-    command = re.sub(r"^shardstore\b", f"{sys.executable} -m shardstore", command)
+    python = python or sys.executable
+    command = re.sub(r"^python\b", str(python), command)
+    command = re.sub(r"^shardstore\b", f"{python} -m shardstore", command)
     done = _run(["bash", "-c", command], folder, environment)
     expected = 1 if "exits with 1" in comment else 0
     assert done.returncode == expected, f"{line}\n{done.stdout}\n{done.stderr}"

@@ -40,7 +40,7 @@ ERRORS, EVENTS, SETTINGS = (
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if "/trainers/" not in page])
 def test_every_program_of_a_page_runs(page: str, tmp_path: Path, s3_server: S3Server) -> None:
     store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""Real trainers that call PyTorch DCP somewhere inside, over shardstore by one line: torchtitan's
-checkpoint manager, Lightning's Fabric and Trainer."""
+"""Real trainers over shardstore: the programs of their guides, and those that call PyTorch DCP
+somewhere inside, by one line: torchtitan's checkpoint manager, Lightning's Fabric and Trainer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.processes import run_to_end
+from tests.helpers.programs import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
+GUIDES = sorted((ROOT / "docs" / "guides" / "trainers").glob("*.md"))
 
 
 @pytest.fixture(scope="module")
 def python() -> Path:
     found = ROOT / ".envs" / "trainers" / "bin" / "python"
     if not found.exists():
-        pytest.skip("no environment with torchtitan and Lightning: scripts/trainers_env makes it")
+        pytest.skip("no environment with the trainers: scripts/trainers_env makes it")
     return found
 
 
@@ -45,6 +47,13 @@ def run(python: Path, program: str, *arguments: object, **environment: str) -> N
 
 def whole(place: str | Path, **options: Any) -> bool:
     return verify(StoredCheckpoint(Location.of(place, options)), lambda finding: None).ok
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_guide(python: Path, guide: Path, tmp_path: Path, s3_server: S3Server) -> None:
+    """The programs that a trainer's page prints."""
+    store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
+    run_page(guide.read_text(encoding="utf-8"), tmp_path, store, python=python)
 
 
 def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:

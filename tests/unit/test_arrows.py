@@ -14,14 +14,15 @@ import pytest
 import shardstore
 
 ROOT = Path(shardstore.__file__).parent
-FILES = 118
-TOP_MODULES = 16
+FILES = 124
+TOP_MODULES = 20
 MODULES_IN_A_FOLDER = 16
 UPWARDS = 1
 
 # A room imports from its own layer and from those below it. "" is the package itself.
 LAYERS = (
     "__main__ cli",
+    "bridge lightning torchtitan verl",
     " convert dcp inspection manager megatron",
     "serialization async_handle",
     "strategies",
@@ -31,7 +32,7 @@ LAYERS = (
     "storage",
     "errors progress zarr_dtypes",
 )
-INTERFACES = {"strategies.base": 5, "strategies.async_utils": 5}
+INTERFACES = {"strategies.base": 6, "strategies.async_utils": 6}
 """Modules of a room that rooms below it implement or hand on: name -> their layer."""
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms.split(" ")}
 
