@@ -1,4 +1,5 @@
-"""Manages the checkpoints of a training run: saves steps, deletes old ones, restores the newest.
+"""Manages the checkpoints of a training run: says when to save, saves steps, deletes old ones,
+restores the newest.
 
 :class:`CheckpointManager` stores no state other than the checkpoints.
 """
@@ -9,12 +10,13 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any, Literal, Unpack
 
 from shardstore.async_handle import AsyncSave, async_save
@@ -28,6 +30,14 @@ from shardstore.errors import (
     RanksError,
 )
 from shardstore.inspection.verify import Finding, verify
+from shardstore.manager.schedule import (
+    SIGNALS,
+    Answer,
+    Notices,
+    Schedule,
+    Vote,
+    forget_signals,
+)
 from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
@@ -44,6 +54,8 @@ from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 SHOWN = 3
 """Number of findings that a text names."""
+LEAST_GRACE_S = 5.0
+"""Seconds that the ranks wait for each other even if the time of a notice has passed."""
 
 
 class SaveArguments(StepKeywords, total=False):
@@ -130,6 +142,7 @@ class CheckpointManager:
         root: folder or URL.
         keep_last: number of newest steps to keep. Without any rule, all steps are kept.
         keep_every: keep each step that is divisible by this number.
+        keep_for: keep the steps that were saved at most this time before the newest.
         best: number of best steps by ``metric`` to keep.
         metric: name of one of the metrics of :meth:`save`.
         mode: ``"min"`` if the smallest value is best, ``"max"`` if the greatest is.
@@ -140,10 +153,20 @@ class CheckpointManager:
             if its process ran on this host and is dead, they are removed at once.
         process_group: the ranks that save and restore together, see :func:`shardstore.save`;
             default: all. Each group needs a root of its own.
+        every: :meth:`should_save` returns ``True`` for each step that is divisible by this number.
+        every_s: and for the first step that ends at least so many seconds after the last save
+            began, by the clock of rank 0.
+        interval: with ``"continuous"``, for the first step that ends after the last save ended.
+        save_on_signal: ``True``: and for the step in which a rank receives SIGTERM or SIGUSR1, or
+            calls :meth:`request_save`. Other signals may be given as a list; an empty list: only
+            requests. :meth:`close` gives the signals back to their earlier handlers, which are
+            not called before.
+        grace_s: seconds between such a signal and the end of the process. :meth:`save` then waits
+            for another rank only until it has passed, and not ``SHARDSTORE_DEADLINE_S``.
 
     Raises:
         ArgumentError: a rule or the prefix has a wrong type or value, or this rank is not a member
-            of the group.
+            of the group, or signals are to be received and this is not the main thread.
     """
 
     def __init__(
@@ -152,6 +175,7 @@ class CheckpointManager:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_for: timedelta | None = None,
         best: int | None = None,
         metric: str | None = None,
         mode: Literal["min", "max"] = "min",
@@ -159,11 +183,22 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         sweep_after: timedelta = timedelta(days=1),
         process_group: Any = None,
+        every: int | None = None,
+        every_s: float | None = None,
+        interval: Literal["continuous"] | None = None,
+        save_on_signal: bool | Iterable[int] = False,
+        grace_s: float | None = None,
     ) -> None:
         self.root = Location.of(root, storage_options)
         self.policy = Retention(
-            keep_last=keep_last, keep_every=keep_every, best=best, metric=metric, mode=mode
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_for=keep_for,
+            best=best,
+            metric=metric,
+            mode=mode,
         )
+        self._schedule = Schedule(every=every, every_s=every_s, interval=interval, grace_s=grace_s)
         if process_group is not None:
             Ranks.of(process_group)  # a rank that is not a member would delete steps too
         self._group = process_group
@@ -171,6 +206,13 @@ class CheckpointManager:
         self._sweep_after = sweep_after
         self._swept = False
         self._begin()
+        self._began = monotonic()
+        self._handle: AsyncSave | None = None
+        self._answer = Answer(False)
+        self._ends: float | None = None  # when a notice says that this process will be ended
+        self._notices: Notices | None = None
+        if save_on_signal is not False:
+            self._notices = Notices(SIGNALS if save_on_signal is True else save_on_signal)
         _managers.add(self)
 
     def _begin(self) -> None:
@@ -211,6 +253,79 @@ class CheckpointManager:
         """
         return self._steps.place(number_of(step)).url
 
+    # -- when to save --------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Return whether to save a step, by the rules given to the manager.
+
+        Every rank calls it after each step, and gets the same answer. With ``every=`` alone no rank
+        waits; otherwise each call waits for all ranks, as :func:`shardstore.save` does.
+
+        Args:
+            step: number of the step, the same on every rank.
+
+        Raises:
+            ArgumentError: no rule was given to the manager, the step is not a whole number of at
+                least 0, or the ranks ask about different steps.
+            RanksError: another rank failed, died, or did not call it within the deadline.
+        """
+        error: BaseException | None = None
+        number, schedule, ranks = 0, self._schedule, Ranks.of(self._group)
+        try:
+            number = number_of(step)
+            if schedule == Schedule(grace_s=schedule.grace_s) and self._notices is None:
+                raise ArgumentError(
+                    "should_save() needs a rule: give CheckpointManager every=, every_s=, "
+                    "interval='continuous' or save_on_signal=True"
+                )
+        except ValueError as problem:
+            error = problem
+        if not schedule.asks_ranks and self._notices is None:
+            if error is not None:
+                raise error
+            return schedule.falls_on(number)
+        vote = Vote(number, self._handle is not None and not self._handle.done())
+        if self._notices is not None:
+            vote = vote._replace(notice=self._notices.pending, age_s=self._notices.age_s)
+        answer = ranks.together(
+            json.dumps(vote).encode(),
+            what=f"asking whether to save step {number} below {self.root.url}",
+            error=error,
+            decide=lambda reports: schedule.decide(
+                reports, ranks.members, monotonic() - self._began
+            ),
+        )
+        self._answer = Answer(*json.loads(answer))
+        if self.notice is not None and schedule.grace_s is not None:
+            self._ends = monotonic() + schedule.grace_s - self._answer.age_s
+        return self._answer.saves
+
+    @property
+    def notice(self) -> str | None:
+        """Why the last :meth:`should_save` asked for a save at once: the name of a signal, or the
+        text of :meth:`request_save`, the same on every rank; ``None`` if there was no reason."""
+        return self._answer.notice
+
+    def request_save(self, reason: str) -> None:
+        """Make the next :meth:`should_save` return ``True`` on every rank, for example because the
+        cluster announces that it will end this node. Any rank and thread may call it; it waits for
+        no other.
+
+        Args:
+            reason: text for :attr:`notice`.
+
+        Raises:
+            ArgumentError: the manager was made without ``save_on_signal``, so ranks do not ask each
+                other.
+        """
+        if self._notices is None:
+            raise ArgumentError(
+                f"request_save({reason!r:.100}): the ranks do not ask each other for requests. "
+                "Give CheckpointManager save_on_signal=True, or save_on_signal=() for requests "
+                "alone"
+            )
+        self._notices.add(str(reason))
+
     # -- saving --------------------------------------------------------------------------------
 
     def save(
@@ -247,7 +362,7 @@ class CheckpointManager:
         strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
         preprocess = given.pop("preprocess_common_before_consistancy_check", None)
         content = given.pop("content_metadata", None)
-        ranks = Ranks.of(self._group)
+        ranks = self._hurried(Ranks.of(self._group))
 
         def prepared(arrays: bool) -> Part:
             if error is not None:
@@ -265,6 +380,7 @@ class CheckpointManager:
 
         with self._steps.using(used):
             session, _ = run_save(ranks, place.place, prepared)
+        self._served()
         self._steps.damaged.discard(about.step)
         if self._is_first:
             self._later(lambda: self._steps.note_save(self.policy, about, session.record))
@@ -295,6 +411,8 @@ class CheckpointManager:
                 state, place.place, **given, process_group=self._group, _error=error
             )
             used = stack.pop_all()
+        self._handle = handle
+        self._served()
         first = self._is_first  # the process group may be destroyed when the job runs
 
         def job() -> None:
@@ -337,7 +455,21 @@ class CheckpointManager:
         except (TypeError, ValueError) as problem:
             error = problem
         self._open()
+        self._began = monotonic()
         return place, about, used, given, error
+
+    def _hurried(self, ranks: Ranks) -> Ranks:
+        """Return the ranks of a save, with a shorter deadline if a notice asked for it."""
+        if self._ends is None:
+            return ranks
+        left = max(self._ends - monotonic(), LEAST_GRACE_S)
+        return replace(ranks, deadline_s=min(ranks.deadline_s, left))
+
+    def _served(self) -> None:
+        """Forget the notices that arrived before a save ended."""
+        self._ends = None
+        if self._notices is not None:
+            self._notices.clear()
 
     # -- restoring -----------------------------------------------------------------------------
 
@@ -445,8 +577,11 @@ class CheckpointManager:
         return self._last is None or not wait([self._last], timeout).not_done
 
     def close(self) -> None:
-        """Do :meth:`wait` without a limit. The manager can still be used afterwards."""
+        """Do :meth:`wait` without a limit, and receive no more signals. The manager can still be
+        used afterwards."""
         self.wait()
+        if self._notices is not None:
+            self._notices.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -586,6 +721,7 @@ _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 
 def _begin_all() -> None:
+    forget_signals()
     for manager in list(_managers):
         manager._begin()
 

@@ -1,8 +1,8 @@
 """The committed steps of one run: folders named by number directly below a root.
 
 Folders with other names belong to other programs and are not changed. :class:`Retention` says
-which steps to keep, a pure function of numbers and metrics. :meth:`Steps.note_save` is the work of
-rank 0 in the background after each save.
+which steps to keep, a pure function of numbers, times and metrics. :meth:`Steps.note_save` is the
+work of rank 0 in the background after each save.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class Steps:
             named = "; ".join(f"step {n}: {text}" for n, text in list(incomplete.items())[:3])
             logger.warning("%d incomplete step(s) not counted as kept: %s", len(incomplete), named)
         self.incomplete = set(incomplete)
-        keep = policy.kept({step: infos[step].metrics for step in managed})
+        keep = policy.kept({step: infos[step] for step in managed})
         for step in managed:
             if step not in keep and self.delete(step):
                 self.log("delete", step, f"deleted step {step}: {self.place(step).url}")
@@ -420,6 +420,7 @@ class Retention:
     Attributes:
         keep_last: number of newest steps to keep. ``None``: all, unless another rule is given.
         keep_every: keep each step that is divisible by this number.
+        keep_for: keep the steps that were saved at most this time before the newest.
         best: number of best steps by ``metric`` to keep. Steps whose metric is missing or NaN are
             not counted. Of steps with equal metrics, the later one is better.
         metric: name of a metric.
@@ -432,6 +433,7 @@ class Retention:
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_for: timedelta | None = None
     best: int | None = None
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
@@ -439,6 +441,10 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "best"):
             require_number(name, getattr(self, name), none=True)
+        if self.keep_for is not None and not (
+            isinstance(self.keep_for, timedelta) and self.keep_for > timedelta(0)
+        ):
+            raise ArgumentError(f"keep_for={self.keep_for!r} must be a timedelta above 0, or None")
         if self.mode not in ("min", "max"):
             raise ArgumentError(f"mode={self.mode!r} must be 'min' or 'max'")
         if (self.best is None) != (self.metric is None):
@@ -450,13 +456,15 @@ class Retention:
     @property
     def deletes(self) -> bool:
         """Whether any rule is given."""
-        return not (self.keep_last is None and self.keep_every is None and self.best is None)
+        return any(
+            rule is not None for rule in (self.keep_last, self.keep_every, self.keep_for, self.best)
+        )
 
-    def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
+    def kept(self, steps: Mapping[int, StepInfo]) -> set[int]:
         """Return the steps to keep.
 
         Args:
-            steps: step -> its metrics.
+            steps: step -> its description.
         """
         if not self.deletes:
             return set(steps)
@@ -464,10 +472,17 @@ class Retention:
         keep = set(newest_first[: self.keep_last or 1])
         if self.keep_every is not None:
             keep.update(step for step in steps if step % self.keep_every == 0)
+        if self.keep_for is not None:
+            times = {step: info.saved for step, info in steps.items() if info.saved is not None}
+            oldest = (
+                max(times.values(), default=0) - self.keep_for / timedelta(microseconds=1) * 1000
+            )
+            keep.update(step for step, saved in times.items() if saved >= oldest)
         if self.best is not None and self.metric is not None:
-            ranked = [s for s in newest_first if math.isfinite(steps[s].get(self.metric, math.nan))]
+            values = {step: info.metrics.get(self.metric, math.nan) for step, info in steps.items()}
+            ranked = [step for step in newest_first if math.isfinite(values[step])]
             # The sort is stable, so the later of two equal steps comes first in both modes.
             sign = 1.0 if self.mode == "min" else -1.0
-            ranked.sort(key=lambda step: sign * steps[step][self.metric or ""])
+            ranked.sort(key=lambda step: sign * values[step])
             keep.update(ranked[: self.best])
         return keep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +119,38 @@ def test_a_clock_that_went_back_changes_no_order(
 steps_and_losses = st.dictionaries(
     st.integers(0, 60), st.none() | st.floats(allow_nan=True, width=16), max_size=12
 )
+times = st.lists(st.none() | st.integers(0, 9), min_size=61, max_size=61)
 limits = st.none() | st.integers(1, 5)
 
 
-@given(steps_and_losses, limits, limits, limits, st.sampled_from(["min", "max"]))
+@given(steps_and_losses, times, limits, limits, limits, limits, st.sampled_from(["min", "max"]))
 def test_retention_keeps_what_each_rule_says(
     losses: dict[int, float | None],
+    saved: list[int | None],
     last: int | None,
     every: int | None,
+    hours: int | None,
     best: int | None,
     mode: Any,
 ) -> None:
-    metric = None if best is None else "loss"
-    policy = Retention(keep_last=last, keep_every=every, best=best, metric=metric, mode=mode)
-    steps = {s: ({} if loss is None else {"loss": loss}) for s, loss in losses.items()}
+    policy = Retention(
+        keep_last=last,
+        keep_every=every,
+        keep_for=hours and timedelta(hours=hours),
+        best=best,
+        metric=None if best is None else "loss",
+        mode=mode,
+    )
+    hour = 3600 * 10**9
+    steps = {
+        step: StepInfo(
+            step,
+            metrics={} if loss is None else {"loss": loss},
+            saved=None if (when := saved[step]) is None else when * hour,
+        )
+        for step, loss in losses.items()
+    }
+    newest_hour = max((when for step in steps if (when := saved[step]) is not None), default=0)
     kept = policy.kept(steps)
     newest = sorted(steps)[-1:]
     assert set(newest) <= kept <= set(steps)
@@ -146,8 +165,10 @@ def test_retention_keeps_what_each_rule_says(
             if loss is not None and (sign * v < sign * loss or (v == loss and o > step))
         ]
         among_best = best is not None and step in dict(finite) and len(better) < best
+        when = saved[step]
         expected = (
-            (last is None and every is None and best is None)
+            (last is None and every is None and hours is None and best is None)
+            or (hours is not None and when is not None and newest_hour - when <= hours)
             or newer < (last or 1)
             or (every is not None and step % every == 0)
             or among_best
