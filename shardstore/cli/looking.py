@@ -394,13 +394,14 @@ def _print(found: Difference, width: int | None) -> None:
     for key, difference in found.values.items():
         rows.append(("differs  ", key, _values(difference)))
         rows += [("damaged", key, damage) for damage in difference.damage]
+    rows += [("not read", key, text) for key, text in found.unread.items()]
     rows += [("file", name, how) for name, how in found.files.items()]
     print_table(rows, "<<<", width)
     print_table([[_summary(found)]], "<", width)
 
 
 def _summary(found: Difference) -> str:
-    compared = found.equal + len(found.values) + len(found.described)
+    compared = found.equal + len(found.values) + len(found.described) + len(found.unread)
     if not compared and (found.only_a or found.only_b):
         return (
             f"no keys in common: {counted(len(found.only_a), 'array')} only in A, "
@@ -408,7 +409,8 @@ def _summary(found: Difference) -> str:
         )
     how = f" ({found.hashed} by hashes)" if found.hashed else ""
     read = f", {human_bytes(found.bytes_read)} of values read" if found.bytes_read else ""
-    return f"{found.equal} equal{how}, {len(found.values)} with other values{read}"
+    unread = f", {len(found.unread)} not read" if found.unread else ""
+    return f"{found.equal} equal{how}, {len(found.values)} with other values{unread}{read}"
 
 
 def _values(found: ArrayDifference) -> str:

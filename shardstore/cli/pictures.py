@@ -130,7 +130,8 @@ def report(
     verified = verify(ckpt.stored, findings.append, progress=progress) if check else None
     manifest, _ = ckpt.manifest_or_damage()
     arrays = sorted(ckpt.values(), key=lambda array: (-array.nbytes, array.key))
-    read = measure(arrays, budget_bytes=budget, progress=progress) if values else ({}, {})
+    wanted = opt.readable(arrays) if values else []
+    read = measure(wanted, budget_bytes=budget, progress=progress)
     statistics, damage = read
     drawn = {array.key for array in arrays[:MAX_PICTURED]}
     findings.sort(key=lambda finding: (finding.severity, finding.path))

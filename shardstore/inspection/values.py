@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.errors import DamagedCheckpointError
+from shardstore.errors import DamagedCheckpointError, FormatVersionError
 from shardstore.inspection.opened import OpenCheckpoint, StoredArray
 from shardstore.progress import Operation, ProgressArgument, metered
 from shardstore.storage.format.grid import Box
@@ -252,6 +252,7 @@ class Difference:
         only_a, only_b: keys that only one side has.
         described: key -> property -> both sides, if shapes or data types differ.
         values: key -> difference, if bits differ or could not be read.
+        unread: key -> error, if nothing here decodes the codecs of one side.
         files: ``common.pt`` and sharded objects that differ, or that one side lacks.
         equal: number of keys with equal values.
         hashed: number of these keys whose hashes are equal, so that no values were read.
@@ -262,6 +263,7 @@ class Difference:
     only_b: list[str] = field(default_factory=list)
     described: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
     values: dict[str, ArrayDifference] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     equal: int = 0
     hashed: int = 0
@@ -269,8 +271,9 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether the checkpoints are equal."""
-        return not (self.only_a or self.only_b or self.described or self.values or self.files)
+        """Whether the checkpoints were read and are equal."""
+        parts = (self.only_a, self.only_b, self.described, self.values, self.unread, self.files)
+        return not any(parts)
 
 
 def compare(
@@ -300,8 +303,15 @@ def compare(
         pairs = {"shape": shapes, "dtype": dtypes}
         if differs := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             out.described[key] = differs
+        elif numbers := _suspects(mine, other):
+            try:
+                mine.require_codecs()
+                other.require_codecs()
+                suspects[key] = numbers
+            except FormatVersionError as error:
+                out.unread[key] = str(error)
         else:
-            suspects[key] = _suspects(mine, other)
+            suspects[key] = numbers
     out.hashed = sum(not numbers for numbers in suspects.values())
 
     def work(array: StoredArray, box: Box) -> tuple[int, Sums, Sums]:

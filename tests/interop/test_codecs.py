@@ -196,13 +196,38 @@ def test_a_codec_that_nobody_knows_is_named(
     assert "damage" not in done.stderr
 
 
-def test_verify_says_what_it_could_not_decode_and_goes_on(tmp_path: Path) -> None:
-    group = zarr.open_group(tmp_path, mode="w")
-    for name in ("bad", "cut", "good"):
+def with_an_unknown_codec(place: Path, *others: str) -> None:
+    """Arrays of plain Zarr, of which nothing decodes ``bad``."""
+    group = zarr.open_group(place, mode="w")
+    for name in ("bad", *others):
         group.create_array(name, data=VALUES, chunks=(5, 7))
-    document = json.loads((tmp_path / "bad/zarr.json").read_text())
+    document = json.loads((place / "bad/zarr.json").read_text())
     document["codecs"] = UNKNOWN[3][2]
-    (tmp_path / "bad/zarr.json").write_text(json.dumps(document))
+    (place / "bad/zarr.json").write_text(json.dumps(document))
+
+
+def test_diff_and_report_leave_out_what_nobody_decodes(tmp_path: Path) -> None:
+    for side in "ab":
+        with_an_unknown_codec(tmp_path / side, "good", "other")
+    zarr.open_array(tmp_path / "b/other")[0] = 77
+    done = CliRunner().invoke(app, ["diff", "--json", str(tmp_path / "a"), str(tmp_path / "b")])
+    found = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert "acme.secret" in found["unread"].pop("bad")
+    assert (found["unread"], list(found["values"]), found["equal"]) == ({}, ["other"], 1)
+    done = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "a")])
+    assert done.exit_code == 1  # nobody knows whether bad is equal
+    assert "not read" in done.stdout
+    assert "2 equal, 0 with other values, 1 not read" in done.stdout
+    page = tmp_path / "report.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "-o", str(page)])
+    assert done.exit_code == 0, done.output
+    assert "acme.secret" in done.stderr
+    assert all(f">{name} <span" in page.read_text() for name in ("bad", "good", "other"))
+
+
+def test_verify_says_what_it_could_not_decode_and_goes_on(tmp_path: Path) -> None:
+    with_an_unknown_codec(tmp_path, "cut", "good")
     (tmp_path / "cut/c/1/0").unlink()
     findings: list[Finding] = []
     verified = verify(StoredCheckpoint(Location.of(tmp_path)), findings.append)
