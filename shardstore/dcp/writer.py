@@ -55,6 +55,7 @@ from shardstore.values.record import (
     is_long,
 )
 from shardstore.values.torch_dump import dump_bytes
+from shardstore.values.torch_values import require_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -371,6 +372,7 @@ class StorageWriter(Placed, DcpStorageWriter):
                     "pass allow_pickle=True to shardstore.dcp.StorageWriter or install",
                     key=key,
                 ) from reason
+            require_loadable(value, f"the value of key {key!r}", refuse_classes=False)
             files.put(object_file(sharded), dump_bytes(value))
             report.files.append(key)
             return False

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardstore.storage.format import dtypes
+
 if TYPE_CHECKING:
     import torch
 
@@ -195,7 +197,8 @@ def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
     import torch
 
     try:
-        # One of these calls fails for sparse, quantized and nested tensors and without memory.
+        if not dtypes.is_plain(tensor):
+            raise TypeError("its elements are not plain memory")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg()
         # Not reshape, because a single element that keeps a stride cannot be viewed as bytes.
         flat = plain.contiguous().as_strided((plain.numel(),), (1,))

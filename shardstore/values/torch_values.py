@@ -415,7 +415,7 @@ def _unpickled(data: Stream, *, meta: bool = False) -> Any:
 # -- check before a save that values can be loaded -------------------------------------------------
 
 
-def require_loadable(value: object, what: str) -> None:
+def require_loadable(value: object, what: str, *, refuse_classes: bool = True) -> None:
     """Check that :func:`load_bytes` can load a value again.
 
     Values of types that may fail are written and read again, in memory.
@@ -423,6 +423,7 @@ def require_loadable(value: object, what: str) -> None:
     Args:
         value: nested dicts, lists and tuples.
         what: name of the value in the error text.
+        refuse_classes: refuse a class that ``load_bytes`` loads only if the program allows it.
 
     Raises:
         CheckpointingException: a value cannot be loaded; the text names its path and type. It is a
@@ -435,6 +436,8 @@ def require_loadable(value: object, what: str) -> None:
         if (error := _problem([found])) is not None:
             kind, place = type(found), ".".join(map(str, path))
             is_refused = isinstance(error, _RefusedError)
+            if is_refused and not refuse_classes:
+                continue
             why = f"it needs {error.args[0]}" if is_refused else str(error)
             is_tensor = isinstance(found, torch.Tensor)
             raise (DTypeMismatchError if is_tensor else CheckpointingException)(

@@ -204,6 +204,47 @@ def test_a_class_is_refused(tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=str(tmp_path / "c"), no_dist=True)
 
 
+UNUSUAL = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "meta": lambda: torch.ones(2, device="meta"),
+    "conjugate": lambda: torch.view_as_complex(torch.ones(3, 2)).conj(),
+    "uint4": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.uint4),
+}
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_an_unusual_tensor_in_a_value_is_refused_or_comes_back(
+    tmp_path: Path, kind: str, allow_pickle: bool
+) -> None:
+    """A checkpoint that is committed can be loaded."""
+    tensor = UNUSUAL[kind]()
+    state = {"w": torch.ones(2), "pair": (1, tensor)}
+    try:
+        save(state, tmp_path / "c", allow_pickle=allow_pickle)
+    except CheckpointException:
+        assert not is_checkpoint(Location.of(tmp_path / "c"))
+        assert kind != "conjugate"
+        return
+    nested = [torch._utils._rebuild_nested_tensor]
+    with torch.serialization.safe_globals(nested if kind == "nested" else []):
+        found = load({"w": torch.zeros(2), "pair": None}, tmp_path / "c")["pair"][1]
+    assert (found.dtype, found.layout) == (tensor.dtype, tensor.layout)
+    if tensor.is_meta:
+        assert found.is_meta
+        assert found.shape == tensor.shape
+        return
+    parts = (one.unbind() if one.is_nested else [one.to_dense()] for one in (found, tensor))
+    for one, other in zip(*parts, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_class_is_saved_and_loaded_where_pickle_is_allowed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
