@@ -181,6 +181,23 @@ def compare_keys(
     own = (v for v in nested_values(sharded_state_dict) if isinstance(v, _SHARDS))
     unexpected = {item.key for item in own} - stored
     missing = stored - asked if StrictHandling.requires_global_app_metadata(strict) else set()
+    report_keys(strict, missing, unexpected)
+    if unexpected:
+        _, sharded_state_dict = extract_matching_values(
+            sharded_state_dict, lambda v: isinstance(v, ShardedBase) and v.key in unexpected
+        )
+    if strict is StrictHandling.IGNORE_ALL:
+        return sharded_state_dict, set(), set()
+    return sharded_state_dict, missing, unexpected
+
+
+def report_keys(strict: StrictHandling, missing: set[str], unexpected: set[str]) -> None:
+    """Log the keys that do not match, or raise an error, as a mode says.
+
+    Raises:
+        MissingKeyError: there are unexpected keys, and the mode raises.
+        CheckpointingException: there are missing keys, and the mode raises.
+    """
     found = {
         "Missing keys (in the checkpoint, in no rank's state dict)": missing,
         "Unexpected keys (in this rank's state dict, not in the checkpoint)": unexpected,
@@ -192,13 +209,6 @@ def compare_keys(
         text += " Other `strict` modes log, return or ignore them."
         kind = MissingKeyError if unexpected else CheckpointingException
         raise kind(text, key=min(unexpected, default=None))
-    if unexpected:
-        _, sharded_state_dict = extract_matching_values(
-            sharded_state_dict, lambda v: isinstance(v, ShardedBase) and v.key in unexpected
-        )
-    if strict is StrictHandling.IGNORE_ALL:
-        return sharded_state_dict, set(), set()
-    return sharded_state_dict, missing, unexpected
 
 
 def preprocessed(

@@ -25,6 +25,7 @@ from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.options import WriterKeywords
 from shardstore.storage.stores.location import Location
+from shardstore.validation import StrictHandling
 
 _METHODS = (
     "read_metadata",
@@ -94,7 +95,11 @@ class Installation(ExitStack):
 
 
 def install(
-    *, allow_pickle: bool = False, cast: bool = False, **options: Unpack[WriterKeywords]
+    *,
+    allow_pickle: bool = False,
+    cast: bool = False,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    **options: Unpack[WriterKeywords],
 ) -> Installation:
     """Make DCP use shardstore for calls that name a ``checkpoint_id`` and no storage.
 
@@ -109,6 +114,8 @@ def install(
     Args:
         allow_pickle: see :class:`StorageWriter`.
         cast: see :class:`StorageReader`.
+        strict: see :class:`StorageReader`. No program sees the reader, so give a mode that logs or
+            raises.
         **options: see :class:`StorageWriter`; the reader uses ``threads`` and ``storage_options``
             too. ``overwrite`` is on by default, because DCP's own storage overwrites, and programs
             rely on it when they save a step again. In a folder, the old checkpoint stays readable
@@ -125,7 +132,11 @@ def install(
     given: WriterKeywords = {"overwrite": True, **options}
     new_writer = partial(StorageWriter, allow_pickle=allow_pickle, dcp_marker=True, **given)
     new_reader = partial(
-        StorageReader, cast=cast, threads=options.get("threads"), storage_options=storage_options
+        StorageReader,
+        cast=cast,
+        strict=strict,
+        threads=options.get("threads"),
+        storage_options=storage_options,
     )
 
     # Raise errors of the options now, not at the first save.

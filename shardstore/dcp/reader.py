@@ -38,7 +38,12 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
-from shardstore.validation import verify_checkpoint_and_load_strategy
+from shardstore.validation import (
+    StrictHandling,
+    parse_strict_flag,
+    report_keys,
+    verify_checkpoint_and_load_strategy,
+)
 from shardstore.values.record import LIST_LENGTH, StatePath, StateRecord
 from shardstore.values.torch_dump import dump_bytes
 
@@ -66,6 +71,17 @@ class SentItems(UserList[ReadItem]):
         if "data" in vars(self):
             return list, (self.data,)  # accessed, and perhaps changed
         return SentItems, (self._packed,)
+
+
+class AnyKey(dict[str, Any]):
+    """DCP's metadata by key. A key that is not stored counts as a value, so that DCP's planner asks
+    for it and does not raise an error; the reader leaves it out."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: str) -> BytesStorageMetadata:
+        return BytesStorageMetadata()
 
 
 class Placed:
@@ -139,6 +155,16 @@ class StorageReader(Placed, DcpStorageReader):
         cast: allow tensors whose data type differs from the stored one, as ``load(cast=)`` does.
         threads: number of threads that read on each rank; default: one per processor, at most 8.
         storage_options: options of the store of the URL.
+        strict: what to do about keys that only the state dict or only the checkpoint has, see
+            :class:`~shardstore.validation.StrictHandling`; by default DCP raises an error for keys
+            that the checkpoint lacks. The modes that return keys set ``missing_keys`` and
+            ``unexpected_keys``, as those that log them do.
+
+    Attributes:
+        missing_keys: flat keys of the last load that are in the checkpoint and in no rank's state
+            dict, the same on every rank.
+        unexpected_keys: flat keys of the last load that are in this rank's state dict and not in
+            the checkpoint. Their values were left as they are.
 
     Raises:
         ArgumentError: an argument has a wrong type or value.
@@ -151,8 +177,12 @@ class StorageReader(Placed, DcpStorageReader):
         cast: bool = False,
         threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     ) -> None:
         super().__init__(url, storage_options)
+        self._strict = parse_strict_flag(strict)
+        self.missing_keys: set[str] = set()
+        self.unexpected_keys: set[str] = set()
         require_bool("cast", cast)
         require_number("threads", threads, none=True)
         self._cast = cast
@@ -181,8 +211,9 @@ class StorageReader(Placed, DcpStorageReader):
         }
         found.update((key, BytesStorageMetadata()) for key in self._values)
         self._stored = stored
+        is_loose = StrictHandling.requires_explicit_ckpt_mismatch_check(self._strict)
         return Metadata(
-            state_dict_metadata=found,
+            state_dict_metadata=AnyKey(found) if is_loose else found,
             planner_data={key: paths.get(key, (key,)) for key in found},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
         )
@@ -244,12 +275,28 @@ class StorageReader(Placed, DcpStorageReader):
         """Do nothing: :meth:`read_metadata` opened the checkpoint. All ranks call it."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan with items that are sent as bytes. All ranks call it."""
+        """Return the plan with items that are sent as bytes, and with its keys if those of all
+        ranks are compared. All ranks call it."""
+        if StrictHandling.requires_global_app_metadata(self._strict):
+            plan = replace(plan, storage_data={item.storage_index.fqn for item in plan.items})
         return replace(plan, items=cast(list[ReadItem], SentItems(pickle.dumps(plan.items))))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged. The coordinator calls it."""
-        return plans
+        """Return the plans, each with the keys of all if they are compared. The coordinator calls
+        it."""
+        if not StrictHandling.requires_global_app_metadata(self._strict):
+            return plans
+        asked = set().union(*(plan.storage_data for plan in plans))
+        return [replace(plan, storage_data=asked) for plan in plans]
+
+    def _compare_keys(self, plan: LoadPlan, stored: set[str]) -> None:
+        """Set the keys that do not match, and do what ``strict`` says."""
+        if not StrictHandling.requires_explicit_ckpt_mismatch_check(self._strict):
+            return
+        self.unexpected_keys = {item.storage_index.fqn for item in plan.items} - stored
+        all_ranks = StrictHandling.requires_global_app_metadata(self._strict)
+        self.missing_keys = stored - plan.storage_data if all_ranks else set()
+        report_keys(self._strict, self.missing_keys, self.unexpected_keys)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the planner's tensors. All ranks call it.
@@ -259,9 +306,11 @@ class StorageReader(Placed, DcpStorageReader):
             ArgumentError: a tensor cannot be filled in place because it is sparse or expanded.
             ChunkMissingError, ChunkCorruptError: stored data is missing or damaged.
             UnsafeObjectError: a pickled class is not allowed.
+            MissingKeyError, CheckpointingException: keys do not match, and ``strict`` raises.
         """
         assert self._stored is not None
         arrays, url = self._stored.arrays, self.checkpoint_id
+        self._compare_keys(plan, {*arrays, *self._tensors, *self._values})
         for path in empty_places(getattr(planner, "original_state_dict", {})):
             name = dotted(path)
             below = [key for key in (*arrays, *self._values) if key.startswith(f"{name}.")]
@@ -275,6 +324,8 @@ class StorageReader(Placed, DcpStorageReader):
         wanted: list[ShardedTensor] = []
         for item in plan.items:
             key = item.storage_index.fqn
+            if key in self.unexpected_keys:
+                continue
             if item.type == LoadItemType.BYTE_IO:
                 # The planner reads this form.
                 planner.load_bytes(item, io.BytesIO(dump_bytes(self._values[key]())))
