@@ -16,14 +16,15 @@ from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 
+from shardstore.dcp.background import Background
 from shardstore.dcp.reader import StorageReader
 from shardstore.dcp.writer import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.format.names import DCP_METADATA_NAME
-from shardstore.storage.options import WriterKeywords
+from shardstore.storage.options import WriterKeywords, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.validation import StrictHandling
 
@@ -99,6 +100,8 @@ def install(
     allow_pickle: bool = False,
     cast: bool = False,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    named_writers: bool = False,
+    asynchronous: bool = False,
     **options: Unpack[WriterKeywords],
 ) -> Installation:
     """Make DCP use shardstore for calls that name a ``checkpoint_id`` and no storage.
@@ -116,6 +119,11 @@ def install(
         cast: see :class:`StorageReader`.
         strict: see :class:`StorageReader`. No program sees the reader, so give a mode that logs or
             raises.
+        named_writers: also serve saves that name DCP's own ``FileSystemWriter(path)``, as
+            accelerate's do, but not subclasses of it. Its other arguments have no effect.
+        asynchronous: ``dcp.save`` of these calls returns ``None`` after it copied the state, and
+            writes in the background, see :class:`~shardstore.dcp.background.Background`. Nothing is
+            pickled then, and there is no file ``.metadata``.
         **options: see :class:`StorageWriter`; the reader uses ``threads`` and ``storage_options``
             too. ``overwrite`` is on by default, because DCP's own storage overwrites, and programs
             rely on it when they save a step again. In a folder, the old checkpoint stays readable
@@ -140,6 +148,8 @@ def install(
     )
 
     # Raise errors of the options now, not at the first save.
+    require_bool("named_writers", named_writers)
+    require_bool("asynchronous", asynchronous)
     new_writer()
     new_reader()
     saver: Any = state_dict_saver
@@ -153,14 +163,24 @@ def install(
             "call a shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
         ) from error
 
+    def place_of(storage: Any, checkpoint_id: Place | None) -> Place | None:
+        """Return the place of a call if it is served here."""
+        if named_writers and type(storage) is FileSystemWriter:
+            return checkpoint_id or os.path.abspath(storage.path)
+        return None if storage is not None else checkpoint_id or None
+
+    background = Background(place_of, given) if asynchronous else None
+
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
-        if storage is not None or not checkpoint_id:
+        if background is not None:
+            background.finish()
+        if (url := place_of(storage, checkpoint_id)) is None:
             return before(storage, checkpoint_id, reader=reader)
         if reader:
-            place = Location.of(checkpoint_id, storage_options)
+            place = Location.of(url, storage_options)
             if not is_ours(place) and place.exists(DCP_METADATA_NAME):  # DCP's own storage wrote it
-                return before(None, checkpoint_id, reader=True)
-        return new_reader(checkpoint_id) if reader else new_writer(checkpoint_id)
+                return before(None, url, reader=True)
+        return new_reader(url) if reader else new_writer(url)
 
     class InAProcess(process):  # type: ignore[misc, valid-type]
         """Passes our writer to DCP's process for saves, because nothing is installed there."""
@@ -175,5 +195,6 @@ def install(
             (loader, "_storage_setup"): choose,
             (saver, "_ProcessBasedAsyncCheckpointExecutor"): InAProcess,
             **handing_on(new_reader),
+            **(background.changes() if background is not None else {}),
         }
     )
