@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,28 @@ def python() -> Path:
     return found
 
 
-def run(python: Path, program: str, *arguments: object, ranks: int = 2, **environment: str) -> None:
-    """Run a program on so many ranks under torchrun."""
+def run(python: Path, program: str, *arguments: object, ranks: int = 2, **environment: str) -> str:
+    """Run a program on so many ranks under torchrun; return its output."""
+    ended = run_torchrun(python, program, *arguments, ranks=ranks, **environment)
+    assert ended.returncode == 0, ended.stderr[-20000:]
+    return ended.stdout
+
+
+def run_torchrun(
+    python: Path, program: str, *arguments: object, ranks: int = 2, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Do what :func:`run` does, for a program that may fail."""
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    ended = run_to_end(
+    return run_to_end(
         [*command, ROOT / "tests" / "interop" / "trainers" / program, *arguments],
         env={
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
             **environment,
         },
     )
-    assert ended.returncode == 0, ended.stderr[-20000:]
 
 
 def whole(place: str | Path, **options: Any) -> bool:
