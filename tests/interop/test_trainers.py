@@ -14,10 +14,15 @@ from testing.s3_servers import S3Server
 from tests.helpers.programs import run_page
 from tests.helpers.trainers import run, whole
 
-GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
+SLOW = {"ray"}  # a cluster of Ray starts more slowly than a test may take
+GUIDES = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.long] if page.stem in SLOW else [])
+    for page in PAGES
+]
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+@pytest.mark.parametrize("guide", GUIDES)
 def test_guide(python: Path, guide: Path, tmp_path: Path, s3_server: S3Server) -> None:
     """The programs that a trainer's page prints."""
     store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
