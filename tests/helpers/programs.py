@@ -4,7 +4,8 @@ torchrun starts the first program that wants several ranks, if asked to, and all
 Python is given; the others find in their environment what torchrun would have put there.
 
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
-reader that must not need torch, ``s3`` for one rank and a bucket; ``<!-- run -->`` shell commands,
+reader that must not need torch, ``alone`` for a program that starts ranks itself, ``s3`` for one
+rank and a bucket; ``<!-- run -->`` shell commands,
 line by line, ``<!-- run: s3 -->`` with a bucket; ``<!-- not run: why -->``. What ``print(...)  #
 text`` claims has to be what comes out, or else what the block after ``<!-- output -->`` shows,
 where the folder is called ``/run``. A command ends with 0 unless its comment says "exits with 1".
@@ -91,7 +92,7 @@ def _program(
     file.write_text(program, encoding="utf-8")
     command = [str(python or sys.executable)]
     ranks = int(block.where) if block.where.isdecimal() else 1
-    if torchrun and block.where != "none":
+    if torchrun and block.where not in ("none", "alone"):
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(ranks)]
     if torchrun or block.where == "none":

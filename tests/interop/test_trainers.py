@@ -3,53 +3,26 @@ somewhere inside, by one line: torchtitan's checkpoint manager, Lightning's Fabr
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zarr
 
 import shardstore
-from shardstore.inspection.verify import verify
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
-from tests.helpers.processes import run_to_end
 from tests.helpers.programs import run_page
+from tests.helpers.trainers import run, whole
 
-ROOT = Path(__file__).resolve().parents[2]
-GUIDES = sorted((ROOT / "docs" / "guides" / "trainers").glob("*.md"))
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    found = ROOT / ".envs" / "trainers" / "bin" / "python"
-    if not found.exists():
-        pytest.skip("no environment with the trainers: scripts/trainers_env makes it")
-    return found
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
+SLOW = {"ray"}  # a cluster of Ray starts more slowly than a test may take
+GUIDES = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.long] if page.stem in SLOW else [])
+    for page in PAGES
+]
 
 
-def run(python: Path, program: str, *arguments: object, **environment: str) -> None:
-    """Two ranks of a program under torchrun."""
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = run_to_end(
-        [*command, ROOT / "tests" / "interop" / "trainers" / program, *arguments],
-        env={
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **environment,
-        },
-    )
-    assert ended.returncode == 0, ended.stderr[-20000:]
-
-
-def whole(place: str | Path, **options: Any) -> bool:
-    return verify(StoredCheckpoint(Location.of(place, options)), lambda finding: None).ok
-
-
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+@pytest.mark.parametrize("guide", GUIDES)
 def test_guide(python: Path, guide: Path, tmp_path: Path, s3_server: S3Server) -> None:
     """The programs that a trainer's page prints."""
     store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}

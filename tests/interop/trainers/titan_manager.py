@@ -1,0 +1,236 @@
+"""Runs of torchtitan's components with this package's checkpoint manager, one after the other.
+
+torchrun --nproc-per-node=N titan_manager.py RUN [RUN ...]
+
+Each argument is a JSON object, see :class:`Asked`. Rank 0 prints a JSON object for each run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torchtitan.components import checkpointer as torchtitan
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer.optimizer import default_adamw
+
+import shardstore.torchtitan
+
+
+@dataclass
+class Asked:
+    """One run.
+
+    Attributes:
+        steps: the step to train to.
+        layout: how the model is distributed: ``"fsdp"``, ``"tp"`` or ``"none"``.
+        config: options of the manager.
+        base: the manager's base folder.
+        manager: ``"shardstore"``, or ``"torchtitan"`` for its own manager.
+        seed: seed of the first weights.
+        load_step: the step to load; -1: the newest.
+        last: the step that is the last of the training.
+        kill_at: step after whose save all ranks are killed.
+        die_in_save: step in whose save rank 1 is killed, before the commit.
+        loader: whether torchtitan's data loader gives the batches, others on each rank.
+        adapter: whether the model has Hugging Face names.
+        refuses: rank whose training state does not accept what is loaded.
+        expect: text of the error that every rank has to raise.
+    """
+
+    steps: int = 0
+    layout: str = "fsdp"
+    config: dict[str, Any] = field(default_factory=dict)
+    base: str = ""
+    manager: str = "shardstore"
+    seed: int = 0
+    load_step: int = -1
+    last: int = 0
+    kill_at: int = 0
+    die_in_save: int = 0
+    loader: bool = False
+    adapter: bool = False
+    refuses: int = -1
+    expect: str = ""
+
+
+class Progress(Stateful):
+    """The trainer's own state."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.step, self.refuses = 0, refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.refuses:
+            raise ValueError("refused")
+        self.step = state_dict["step"]
+
+
+class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
+    """An endless data set of a rank, whose position is part of the state."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.position = rank, 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.position += 1
+            yield torch.full((6,), float(self.position + 100 * self.rank)) / 100
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Adapter:
+    """Names of another layout, as a model's ``sd_adapter`` has them."""
+
+    hf_assets_path = None
+    fqn_to_index_mapping = None
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{key}": value for key, value in state.items()}
+
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {key.removeprefix("model."): value for key, value in state.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        return HuggingFaceStorageReader(path)
+
+
+def build_model(layout: str) -> torch.nn.Module:
+    """A model on a mesh of all ranks."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if layout == "fsdp":
+        fully_shard(model, mesh=mesh)
+    elif layout == "tp":
+        style = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh, {"0": style, "1": style})
+    return model
+
+
+class Run:
+    """The objects of torchtitan's trainer, and the manager over them."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        torch.manual_seed(asked.seed)
+        self.model = build_model(asked.layout)
+        optimizer = default_adamw(lr=0.05)
+        optimizer.implementation = "for-loop"
+        self.optimizers = OptimizersContainer(optimizer, model_parts=[self.model])
+        self.schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (1 + step))
+        self.progress = Progress(dist.get_rank() == asked.refuses)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        numbers = Numbers(rank)
+        self.loader = (
+            ParallelAwareDataloader(numbers, rank, size, batch_size=2) if asked.loader else None
+        )
+        manager = shardstore.torchtitan.CheckpointManager
+        kind: Any = manager if asked.manager == "shardstore" else torchtitan.CheckpointManager
+        self.manager = kind.Config(enable=True, **asked.config).build(
+            dataloader=self.loader,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self.progress},
+            sd_adapter=Adapter() if asked.adapter else None,
+            base_folder=asked.base,
+        )
+
+    def train(self) -> list[float]:
+        """Train to the last step; return the losses, equal on all ranks."""
+        losses = []
+        batches = None if self.loader is None else iter(self.loader)
+        while self.progress.step < self.asked.steps:
+            self.progress.step += 1
+            torch.manual_seed(self.progress.step)
+            batch = torch.randn(4, 6) if batches is None else next(batches)
+            self.optimizers.zero_grad()
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            self.manager.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.schedulers.step()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / dist.get_world_size())
+            if self.progress.step == self.asked.die_in_save and dist.get_rank() == 1:
+                _die_in_the_next_write()
+            self.manager.save(self.progress.step, last_step=self.progress.step == self.asked.last)
+            if self.progress.step == self.asked.kill_at:
+                self.manager.maybe_wait_for_saving()
+                dist.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return losses
+
+
+def _die_in_the_next_write() -> None:
+    """Kill this rank after it has written a part of the checkpoint, before the commit."""
+    from shardstore.saving import session
+
+    kind: Any = session.SaveSession
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    kind.finish = die
+
+
+def one(asked: Asked) -> dict[str, Any]:
+    """Do one run; return what rank 0 prints."""
+    try:
+        run = Run(asked)
+        loaded = run.manager.load(asked.load_step)
+        found = {"loaded": loaded, "from": run.progress.step, "weight": _whole(run.model)}
+        found["losses"] = run.train()
+        found["trained"] = _whole(run.model)
+        run.manager.close()
+    except Exception as error:
+        if not asked.expect or asked.expect not in str(error):
+            raise
+        return {"error": str(error)}
+    assert not asked.expect, "no error"
+    return found
+
+
+def main() -> None:
+    """All runs."""
+    dist.init_process_group("gloo")
+    for text in sys.argv[1:]:
+        found = one(Asked(**json.loads(text)))
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _whole(model: torch.nn.Module) -> list[float]:
+    """Return the values of the first parameter, of all ranks."""
+    weight: Any = next(model.parameters())
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return weight.detach().flatten().tolist()
+
+
+if __name__ == "__main__":
+    main()
