@@ -4,6 +4,9 @@ and load it by DCP's own reader where they name that."""
 from __future__ import annotations
 
 import pickle
+import shutil
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
     state_dict_saver,
 )
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
@@ -30,11 +34,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
-from shardstore.dcp import StorageReader, install
+from shardstore.dcp import StorageReader, background, install
 from shardstore.errors import ArgumentError, CheckpointExistsError, CheckpointingException
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.stores.location import Location
+from tests.helpers.processes import run_to_end
 from tests.helpers.ranks_helper import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -366,3 +372,95 @@ def _fsdp1(rank: int, world_size: int, folder: str) -> bool:
 def test_sharded_states_of_fsdp1_with_an_optimizer(tmp_path: Path) -> None:
     assert run_ranks(_fsdp1, 2, str(tmp_path / "c")) == [True, True]
     assert whole(tmp_path / "c")
+
+
+class Mine(FileSystemWriter):
+    """A writer of the program's own."""
+
+
+def test_writers_that_a_program_names(tmp_path: Path) -> None:
+    """Only DCP's own writer is served, and only if asked for."""
+    for options, kind, is_served in (
+        ({}, FileSystemWriter, False),
+        ({"named_writers": True}, FileSystemWriter, True),
+        ({"named_writers": True}, Mine, False),
+        ({"named_writers": True}, FsspecWriter, False),
+    ):
+        place = tmp_path / f"{kind.__name__}-{len(options)}"
+        with install(durable=False, **options):
+            dcp.save(state(), storage_writer=kind(place), no_dist=True)
+            assert (place / "zarr.json").exists() == is_served
+            assert bool(list(place.glob("*.distcp"))) != is_served
+            assert same(loaded_by(FileSystemReader(place)), state())
+
+
+def test_a_save_in_the_background_is_waited_for_by_what_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, begun, real = threading.Event(), threading.Event(), background.async_save
+
+    def held(*args: Any, **options: Any) -> Any:
+        def progress(_: object) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                begun.set()
+                go.wait(60)
+
+        return real(*args, **options, progress=progress)
+
+    monkeypatch.setattr(background, "async_save", held)
+    old = tmp_path / "old"
+    for call in (
+        lambda: dcp.save(state(3.0), checkpoint_id=tmp_path / "next"),
+        lambda: dcp.load(state(), checkpoint_id=tmp_path / "new"),
+        lambda: loaded_by(FileSystemReader(tmp_path / "new")),
+        lambda: shutil.rmtree(old),
+    ):
+        old.mkdir(exist_ok=True)
+        go.clear()
+        begun.clear()
+        with install(asynchronous=True, durable=False):
+            given = state(2.0)
+            assert dcp.save(given, checkpoint_id=tmp_path / "new") is None
+            given["model"]["w"].fill_(-7)  # the state is copied
+            assert begun.wait(60)
+            assert not is_ours(Location.of(tmp_path / "new"))
+            threading.Timer(0.1, go.set).start()
+            call()
+            assert same(loaded(tmp_path / "new"), state(2.0))
+        shardstore.delete_checkpoint(tmp_path / "new")
+    assert not old.exists()
+
+
+def test_an_error_in_the_background_deletes_nothing_and_is_raised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    with install(asynchronous=True, durable=False):
+        with monkeypatch.context() as patch:
+            patch.setattr("shardstore.storage.commit.folder.os.rename", _no_space)
+            patch.setattr("os.rename", _no_space)
+            dcp.save(state(), checkpoint_id=tmp_path / "new")
+            with pytest.raises(Exception, match="No space"):
+                shutil.rmtree(old, ignore_errors=True)
+        assert old.exists()
+        dcp.save(state(2.0), checkpoint_id=tmp_path / "new")
+        shutil.rmtree(old)
+        assert not old.exists()
+        assert same(loaded(tmp_path / "new"), state(2.0))
+
+
+def _no_space(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_the_end_of_a_program_waits_for_its_save_and_tells_its_error(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch, shardstore.dcp, torch.distributed.checkpoint as dcp\n"
+        "shardstore.dcp.install(asynchronous=True)\n"
+        "dcp.save({'w': torch.ones(1000)}, checkpoint_id=sys.argv[1])\n"
+    )
+    done = run_to_end([sys.executable, program, tmp_path / "good"])
+    assert done.returncode == 0, done.stderr
+    assert whole(tmp_path / "good")

@@ -69,9 +69,7 @@ DEATHS = {
 @pytest.mark.parametrize(
     "death",
     [
-        death
-        if "optimizer" in death
-        else pytest.param(death, marks=pytest.mark.long)
+        death if "optimizer" in death else pytest.param(death, marks=pytest.mark.long)
         for death in DEATHS
     ],
 )
