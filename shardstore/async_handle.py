@@ -279,10 +279,17 @@ def _end_latest() -> None:
 def _tell_latest() -> None:
     """At exit, print the error if the program never asked for it, and set exit code 1."""
     save = _latest
-    if save is None or not save.done() or save._is_seen or save._end.exception() is None:
+    if save is None or not save.done() or save._is_seen:
         return
-    print(f"the asynchronous save to {save.url} failed:", file=sys.stderr)
-    traceback.print_exception(save._end.exception())
+    if (error := save._end.exception()) is not None:
+        exit_with_error(save.url, error)
+
+
+def exit_with_error(url: str, error: BaseException) -> None:
+    """Print the error of a save, and make the exiting interpreter return 1. An exit function calls
+    it."""
+    print(f"the asynchronous save to {url} failed:", file=sys.stderr)
+    traceback.print_exception(error)
     for file in gc.get_objects():  # os._exit does not flush open files
         if isinstance(file, io.TextIOBase | io.BufferedIOBase):
             with suppress(Exception):

@@ -2,66 +2,70 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from shardstore.async_handle import AsyncSave, async_save
-from shardstore.storage.options import ChunkKeywords, SaveKeywords, WriterKeywords
-from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from shardstore.async_handle import exit_with_error
 
 
 class Background:
-    """Replaces ``dcp.save`` by :func:`shardstore.async_save`.
+    """Replaces ``dcp.save`` by ``dcp.async_save`` for calls that are ours.
 
-    Whatever could rely on the save waits for its end, and raises its error: the next save or load
+    Whatever could rely on a save waits for its end, and raises its error: the next save or load
     through DCP, the deletion of a folder by ``shutil.rmtree``, which is how trainers delete older
-    checkpoints, and the end of the process group. So does the end of the program, which then exits
-    with 1.
+    checkpoints, and the end of the process group. The end of the program waits too; after an error
+    it prints it and exits with 1.
+
+    The first save makes a process group of gloo for the messages of the saves, so that they do not
+    mix with those of the program; every rank waits for it.
 
     Args:
         place_of: returns the place of a call's ``storage_writer`` and ``checkpoint_id``, ``None``
-            if this call is not ours.
-        options: see :func:`shardstore.dcp.install`.
+            if the call is not ours.
     """
 
-    def __init__(
-        self,
-        place_of: Callable[[Any, Any], str | os.PathLike[str] | None],
-        options: WriterKeywords,
-    ) -> None:
+    def __init__(self, place_of: Callable[[Any, Any], str | os.PathLike[str] | None]) -> None:
         self._place_of = place_of
-        chunks = {name: options[name] for name in _CHUNKS & options.keys()}  # type: ignore[literal-required]
-        self._strategy = ZarrSaveShardedStrategy("zarr", 2, **cast(ChunkKeywords, chunks))
-        others = {name: value for name, value in options.items() if name not in _CHUNKS}
-        self._options = cast(SaveKeywords, others)
-        self._handle: AsyncSave | None = None
+        self._save: tuple[Future[Any], str] | None = None
+        self._groups: dict[Any, Any] = {}
+        atexit.register(self._at_exit)
 
     def finish(self) -> None:
         """Wait for the last save. In another thread than the main one, do nothing: that may be the
         thread of the save.
 
         Raises:
-            CheckpointingException: it failed.
+            CheckpointException: it failed.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.result()
+        if threading.current_thread() is threading.main_thread() and self._save is not None:
+            (future, _), self._save = self._save, None
+            future.result()
+
+    def _at_exit(self) -> None:
+        if self._save is not None:
+            future, place = self._save
+            if (error := future.exception()) is not None:
+                exit_with_error(place, error)
 
     def changes(self) -> dict[tuple[Any, str], Any]:
         """Return the new functions: (module, name) -> function."""
         found: dict[tuple[Any, str], Any] = {(dcp, "save"): self._saving(vars(dcp)["save"])}
-        for module, name in _LATER:
+        for module, name in (
+            (shutil, "rmtree"),
+            (dist, "destroy_process_group"),
+            (distributed_c10d, "destroy_process_group"),
+        ):
             found[module, name] = self._after(getattr(module, name))
         return found
 
@@ -69,9 +73,20 @@ class Background:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             self.finish()
+            if function.__name__ == "destroy_process_group":
+                self._groups.clear()
             return function(*args, **kwargs)
 
         return call
+
+    def _group(self, group: Any) -> Any:
+        """Return the gloo group of the ranks of a group; ``None`` without ranks."""
+        if not dist.is_initialized():
+            return None
+        if group not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[group] = dist.new_group(ranks, backend="gloo")
+        return self._groups[group]
 
     def _saving(self, before: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(before)
@@ -80,25 +95,13 @@ class Background:
             place = self._place_of(given.get("storage_writer"), given.get("checkpoint_id"))
             if place is None or given.get("no_dist"):
                 return before(state_dict, **given)
-            state = {
-                key: value.state_dict() if isinstance(value, Stateful) else value
-                for key, value in state_dict.items()
-            }
-            self._handle = async_save(
-                state,
-                os.fspath(place),
-                self._strategy,
-                process_group=given.get("process_group"),
-                **self._options,
-            )
+            ours: dict[str, Any] = {"storage_writer": None, "checkpoint_id": place}
+            ours["process_group"] = self._group(given.get("process_group"))
+            # DCP's default stager takes no ShardedTensor of FSDP1.
+            ours["async_stager"] = BlockingAsyncStager()
+            found = vars(dcp)["async_save"](state_dict, **{**given, **ours})
+            # Newer stagers answer with two futures.
+            self._save = getattr(found, "upload_completion", found), os.fspath(place)
             return None
 
         return save
-
-
-_CHUNKS = ChunkKeywords.__annotations__.keys()
-_LATER = (
-    (shutil, "rmtree"),
-    (dist, "destroy_process_group"),
-    (distributed_c10d, "destroy_process_group"),
-)

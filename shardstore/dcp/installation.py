@@ -122,8 +122,7 @@ def install(
         named_writers: also serve saves that name DCP's own ``FileSystemWriter(path)``, as
             accelerate's do, but not subclasses of it. Its other arguments have no effect.
         asynchronous: ``dcp.save`` of these calls returns ``None`` after it copied the state, and
-            writes in the background, see :class:`~shardstore.dcp.background.Background`. Nothing is
-            pickled then, and there is no file ``.metadata``.
+            writes in the background, see :class:`~shardstore.dcp.background.Background`.
         **options: see :class:`StorageWriter`; the reader uses ``threads`` and ``storage_options``
             too. ``overwrite`` is on by default, because DCP's own storage overwrites, and programs
             rely on it when they save a step again. In a folder, the old checkpoint stays readable
@@ -169,7 +168,7 @@ def install(
             return checkpoint_id or os.path.abspath(storage.path)
         return None if storage is not None else checkpoint_id or None
 
-    background = Background(place_of, given) if asynchronous else None
+    background = Background(place_of) if asynchronous else None
 
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
         if background is not None:

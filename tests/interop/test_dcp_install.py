@@ -34,7 +34,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
-from shardstore.dcp import StorageReader, background, install
+from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointExistsError, CheckpointingException
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -397,17 +397,15 @@ def test_writers_that_a_program_names(tmp_path: Path) -> None:
 def test_a_save_in_the_background_is_waited_for_by_what_relies_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, begun, real = threading.Event(), threading.Event(), background.async_save
+    go, begun, real = threading.Event(), threading.Event(), StorageWriter.write_data
 
-    def held(*args: Any, **options: Any) -> Any:
-        def progress(_: object) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                begun.set()
-                go.wait(60)
+    def held(self: StorageWriter, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            go.wait(60)
+        return real(self, *args)
 
-        return real(*args, **options, progress=progress)
-
-    monkeypatch.setattr(background, "async_save", held)
+    monkeypatch.setattr(StorageWriter, "write_data", held)
     old = tmp_path / "old"
     for call in (
         lambda: dcp.save(state(3.0), checkpoint_id=tmp_path / "next"),
@@ -441,7 +439,7 @@ def test_an_error_in_the_background_deletes_nothing_and_is_raised_once(
             patch.setattr("shardstore.storage.commit.folder.os.rename", _no_space)
             patch.setattr("os.rename", _no_space)
             dcp.save(state(), checkpoint_id=tmp_path / "new")
-            with pytest.raises(Exception, match="No space"):
+            with pytest.raises(CheckpointException, match="No space"):
                 shutil.rmtree(old, ignore_errors=True)
         assert old.exists()
         dcp.save(state(2.0), checkpoint_id=tmp_path / "new")
@@ -457,10 +455,19 @@ def _no_space(*_: object, **__: object) -> None:
 def test_the_end_of_a_program_waits_for_its_save_and_tells_its_error(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch, shardstore.dcp, torch.distributed.checkpoint as dcp\n"
+        "import os, sys, torch, shardstore.dcp, torch.distributed.checkpoint as dcp\n"
+        "def fails(*_, **__):\n"
+        "    raise OSError(28, 'No space left on device')\n"
+        "if sys.argv[2] == 'full':\n"
+        "    os.rename = fails\n"
         "shardstore.dcp.install(asynchronous=True)\n"
         "dcp.save({'w': torch.ones(1000)}, checkpoint_id=sys.argv[1])\n"
     )
-    done = run_to_end([sys.executable, program, tmp_path / "good"])
+    done = run_to_end([sys.executable, program, tmp_path / "good", ""])
     assert done.returncode == 0, done.stderr
     assert whole(tmp_path / "good")
+    done = run_to_end([sys.executable, program, tmp_path / "none", "full"])
+    assert done.returncode == 1
+    assert f"the asynchronous save to {tmp_path / 'none'} failed" in done.stderr
+    assert "No space left on device" in done.stderr
+    assert not (tmp_path / "none").exists()

@@ -45,16 +45,21 @@ def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
     assert group["0.weight"].shape == (10, 6)
 
 
-def test_lightning_fabric(python: Path, tmp_path: Path) -> None:
-    run(python, "lightning_fabric.py", tmp_path)
+BOTH = pytest.mark.parametrize("how", [{}, {"ASYNCHRONOUS": "1"}], ids=["foreground", "background"])
+
+
+@BOTH
+def test_lightning_fabric(python: Path, tmp_path: Path, how: dict[str, str]) -> None:
+    run(python, "lightning_fabric.py", tmp_path, **how)
     place = tmp_path / "last.ckpt"
     assert whole(place)
     assert zarr.open_group(place, mode="r")["model.0.weight"].shape == (10, 6)
 
 
+@BOTH
 @pytest.mark.long
-def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path) -> None:
-    run(python, "lightning_fsdp1.py", tmp_path)
+def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path, how: dict[str, str]) -> None:
+    run(python, "lightning_fsdp1.py", tmp_path, **how)
     place = tmp_path / "last.ckpt"
     assert whole(place)
     group = zarr.open_group(place, mode="r")
@@ -62,8 +67,9 @@ def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path) -> None:
     assert not list(place.glob("*.distcp"))
 
 
-def test_lightning_trainer_with_fsdp1(python: Path, tmp_path: Path) -> None:
-    run(python, "lightning_trainer_fsdp1.py", tmp_path)
+@BOTH
+def test_lightning_trainer_with_fsdp1(python: Path, tmp_path: Path, how: dict[str, str]) -> None:
+    run(python, "lightning_trainer_fsdp1.py", tmp_path, **how)
     for name, step in (("unbroken", 4), ("broken", 2), ("resumed", 4)):
         (place,) = (tmp_path / name).iterdir()  # its own retention removed the others
         assert place.name == f"step={step}.ckpt"

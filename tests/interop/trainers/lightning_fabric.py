@@ -47,7 +47,7 @@ def parts(model: Any) -> list[torch.Tensor]:
 def main() -> None:
     """Save twice to one place, resume from it, and go on as the unbroken run does."""
     place = Path(sys.argv[1]) / "last.ckpt"
-    shardstore.dcp.install()
+    shardstore.dcp.install(asynchronous="ASYNCHRONOUS" in os.environ)
     strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
@@ -69,6 +69,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # waits for a save in the background
     # All is shown. Of processes that go on to the interpreter's end some are aborted there, after
     # all of Python is gone, by a thread of PyTorch's that nobody ended.
     os._exit(0)

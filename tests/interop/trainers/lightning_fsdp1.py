@@ -79,7 +79,7 @@ def main() -> None:
     unbroken = made(fabric, 0)
     train(fabric, unbroken, 1)
     fabric.save(place, unbroken)  # by DCP's own storage
-    shardstore.dcp.install()
+    shardstore.dcp.install(asynchronous="ASYNCHRONOUS" in os.environ)
     resumed = made(fabric, 1)
     train(fabric, resumed, 7)
     fabric.load(place, resumed)
@@ -107,6 +107,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # waits for a save in the background
     # All is shown. Of processes that go on to the interpreter's end some are aborted there, after
     # all of Python is gone, by a thread of PyTorch's that nobody ended.
     os._exit(0)

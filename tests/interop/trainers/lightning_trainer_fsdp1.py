@@ -92,7 +92,7 @@ def parts(trainer: Trainer, module: Module) -> list[torch.Tensor]:
 def main() -> None:
     """Train without a break, and again from the second step."""
     folder = Path(sys.argv[1])
-    shardstore.dcp.install()
+    shardstore.dcp.install(asynchronous="ASYNCHRONOUS" in os.environ)
     unbroken = parts(*fitted(0, folder / "unbroken", STEPS, None))
     fitted(0, folder / "broken", 2, None)
     resume = folder / "broken" / "step=2.ckpt"
@@ -103,6 +103,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # waits for a save in the background
     # All is shown. Of processes that go on to the interpreter's end some are aborted there, after
     # all of Python is gone, by a thread of PyTorch's that nobody ended.
     os._exit(0)
