@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
+from tests.helpers.processes import run_to_end
 from tests.helpers.trainers import run, run_torchrun, whole
 
 PROGRAM = "titan_manager.py"
@@ -29,6 +30,11 @@ def killed(python: Path, asked: dict[str, Any]) -> None:
     ended = run_torchrun(python, PROGRAM, json.dumps(asked))
     assert ended.returncode != 0
     assert "SIGKILL" in ended.stderr, ended.stderr[-20000:]
+
+
+def test_the_module_does_not_import_torchtitan(python: Path) -> None:
+    program = "import sys, shardstore.torchtitan; assert 'torchtitan' not in sys.modules"
+    assert run_to_end([python, "-c", program]).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +222,22 @@ def test_the_last_step_is_exported(
             },
         )
         assert torch.equal(torch.tensor(found["weight"]).bfloat16(), weight.bfloat16())
+
+
+@pytest.mark.long
+def test_torchtitan_s_own_trainer(python: Path, tmp_path: Path) -> None:
+    """Its debug model of llama 3: resumed with FSDP, and then with tensor parallelism."""
+
+    def train(folder: str, *steps_and_mesh: int) -> list[float]:
+        output = run(python, "titan_trainer.py", tmp_path / folder, *steps_and_mesh)
+        losses: list[float] = json.loads(output.splitlines()[-1])
+        return losses
+
+    unbroken = train("unbroken", 6, 2, 1)
+    assert len(set(unbroken)) == 6
+    assert train("broken", 4, 2, 1) == unbroken[:4]
+    assert train("broken", 6, 2, 1) == unbroken[4:]
+    assert len(train("broken", 8, 1, 2)) == 2
+    steps = shardstore.CheckpointManager(tmp_path / "broken" / "checkpoint")
+    assert steps.steps() == [2, 4, 6, 8]
+    assert whole(steps.url(8))
