@@ -105,6 +105,16 @@ def test_a_run_resumes_on_another_mesh(
     assert losses == pytest.approx(unbroken[False][4:], rel=1e-4)
 
 
+def test_stages_of_a_pipeline_are_saved_and_joined(python: Path, tmp_path: Path) -> None:
+    asked = {"base": str(tmp_path), "config": EVERY_2, "layout": "stages"}
+    trained, again = runs(python, {**asked, "steps": 2}, {**asked, "steps": 4, "seed": 1})
+    assert again["weight"] == trained["trained"]
+    saved = shardstore.load_plain_tensors(tmp_path / "checkpoint" / "step-4")
+    assert {"0.weight", "1.weight", "optimizer.state.1.weight.exp_avg"} <= set(saved)
+    (joined,) = runs(python, {**asked, "steps": 6, "seed": 2}, ranks=1)
+    assert (joined["from"], joined["weight"]) == (4, again["trained"])
+
+
 def test_options(python: Path, tmp_path: Path) -> None:
     """``load_only``, ``initial_load_path``, ``exclude_from_loading``, ``load_step``, and the errors
     of wrong input, on every rank."""

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,8 @@ class Asked:
 
     Attributes:
         steps: the step to train to.
-        layout: how the model is distributed: ``"fsdp"``, ``"tp"`` or ``"none"``.
+        layout: how the model is distributed: ``"fsdp"``, ``"tp"`` or ``"none"``; ``"stages"``: each rank
+            has other layers, as in a pipeline.
         config: options of the manager.
         base: the manager's base folder.
         manager: ``"shardstore"``, or ``"torchtitan"`` for its own manager.
@@ -119,6 +121,10 @@ class Adapter:
 
 def build_model(layout: str) -> torch.nn.Module:
     """A model on a mesh of all ranks."""
+    if layout == "stages":
+        layers = range(dist.get_rank(), 2, dist.get_world_size())
+        stage = {str(number): torch.nn.Linear(6, 6) for number in layers}
+        return torch.nn.Sequential(OrderedDict(stage))
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if layout == "fsdp":
