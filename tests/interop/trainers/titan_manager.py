@@ -36,8 +36,8 @@ class Asked:
 
     Attributes:
         steps: the step to train to.
-        layout: how the model is distributed: ``"fsdp"``, ``"tp"`` or ``"none"``; ``"stages"``: each rank
-            has other layers, as in a pipeline.
+        layout: how the model is distributed: ``"fsdp"``, ``"tp"`` or ``"none"``; ``"stages"``: each
+            rank has other layers, as in a pipeline.
         config: options of the manager.
         base: the manager's base folder.
         manager: ``"shardstore"``, or ``"torchtitan"`` for its own manager.
