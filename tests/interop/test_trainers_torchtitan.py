@@ -106,19 +106,25 @@ def test_a_run_resumes_on_another_mesh(
 
 
 def test_stages_of_a_pipeline_are_saved_and_joined(python: Path, tmp_path: Path) -> None:
-    asked = {"base": str(tmp_path), "config": EVERY_2, "layout": "stages"}
+    """The load at the end waits for the asynchronous save; the last skips a damaged step."""
+    config = {**EVERY_2, "async_mode": "async"}
+    asked = {"base": str(tmp_path), "config": config, "layout": "stages", "reloads": True}
     trained, again = runs(python, {**asked, "steps": 2}, {**asked, "steps": 4, "seed": 1})
     assert again["weight"] == trained["trained"]
     saved = shardstore.load_plain_tensors(tmp_path / "checkpoint" / "step-4")
     assert {"0.weight", "1.weight", "optimizer.state.1.weight.exp_avg"} <= set(saved)
+    for file in (tmp_path / "checkpoint" / "step-4" / "0.weight").rglob("*"):
+        if file.is_file() and file.name != "zarr.json":
+            file.write_bytes(b"\0" * file.stat().st_size)
     (joined,) = runs(python, {**asked, "steps": 6, "seed": 2}, ranks=1)
-    assert (joined["from"], joined["weight"]) == (4, again["trained"])
+    assert (joined["from"], joined["weight"]) == (2, trained["trained"])
 
 
 def test_options(python: Path, tmp_path: Path) -> None:
     """``load_only``, ``initial_load_path``, ``exclude_from_loading``, ``load_step``, and the errors
     of wrong input, on every rank."""
     a, b, c, d = (str(tmp_path / name) for name in "abcd")
+    (tmp_path / "b" / "checkpoint" / "step-9").mkdir(parents=True)  # a step that is not whole
     exclude = {"exclude_from_loading": ["dataloader"]}
     trained, own, only, initial, whole_state, from_dcp, back, *errors = runs(
         python,

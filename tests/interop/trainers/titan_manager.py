@@ -49,6 +49,7 @@ class Asked:
         loader: whether torchtitan's data loader gives the batches, others on each rank.
         adapter: whether the model has Hugging Face names.
         refuses: rank whose training state does not accept what is loaded.
+        reloads: whether to load again at the end, without a wait for the last save.
         expect: text of the error that every rank has to raise.
     """
 
@@ -65,6 +66,7 @@ class Asked:
     loader: bool = False
     adapter: bool = False
     refuses: int = -1
+    reloads: bool = False
     expect: str = ""
 
 
@@ -211,6 +213,10 @@ def one(asked: Asked) -> dict[str, Any]:
         found = {"loaded": loaded, "from": run.progress.step, "weight": _whole(run.model)}
         found["losses"] = run.train()
         found["trained"] = _whole(run.model)
+        if asked.reloads:
+            run.progress.step = 0
+            assert run.manager.load()
+            assert run.progress.step == asked.steps
         run.manager.close()
     except Exception as error:
         if not asked.expect or asked.expect not in str(error):
