@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,10 +98,11 @@ class _Manager:
         states = self.states = parts["states"]
         states[MODEL] = importlib.import_module(TRAINER).ModelWrapper(parts["model_parts"])
         states |= {"optimizer": parts["optimizers"], "lr_scheduler": parts["lr_schedulers"]}
-        states["dataloader"] = parts["dataloader"]
+        if parts["dataloader"] is not None:
+            states["dataloader"] = parts["dataloader"]
         if self._adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
             raise ArgumentError("last_save_in_hf, initial_load_in_hf: this model has no sd_adapter")
-        if unknown := sorted({*config.exclude_from_loading} - {*states}):
+        if unknown := sorted({*config.exclude_from_loading} - {*states, "dataloader"}):
             known = ", ".join(sorted({*states} - {MODEL}))
             raise ArgumentError(f"exclude_from_loading={unknown} must name some of: {known}")
         is_url = "://" in config.folder
@@ -124,10 +124,9 @@ class _Manager:
         self._wait_for_saving()
         self._steps.close()
 
-    def _state(self, keys: Sequence[str]) -> StateDict:
+    def _state(self, keys: list[str]) -> StateDict:
         """Return the state of the model and of other members of the training state."""
-        used = {key: self.states[key] for key in keys if self.states[key] is not None}
-        parts = {key: part.state_dict() for key, part in used.items() if key != MODEL}
+        parts = {key: self.states[key].state_dict() for key in keys if key != MODEL}
         return {**self.states[MODEL].state_dict(), **parts}
 
     # -- saving --------------------------------------------------------------------------------
@@ -146,9 +145,8 @@ class _Manager:
         if last or config.async_mode == "disabled":
             self._steps.save(step, state, overwrite=True)
         else:
-            overlap = config.async_mode == MODES[2]
-            handle = self._steps.async_save(step, state, overwrite=True, overlap_staging=overlap)
-            self.save_future = handle
+            save, overlap = self._steps.async_save, config.async_mode == MODES[2]
+            self.save_future = save(step, state, overwrite=True, overlap_staging=overlap)
         return True
 
     def _export(self, step: int, dtype: torch.dtype) -> None:
@@ -215,12 +213,10 @@ class _Manager:
         load_dcp(state, checkpoint_id=str(place.place))
         return state
 
-    def _give(self, keys: Sequence[str], loaded: StateDict, url: str) -> None:
+    def _give(self, keys: list[str], loaded: StateDict, url: str) -> None:
         for key in keys:
-            part = self.states[key]
             try:
-                if part is not None:
-                    part.load_state_dict(loaded if key == MODEL else loaded[key])
+                self.states[key].load_state_dict(loaded if key == MODEL else loaded[key])
             except Exception as error:
                 text = (
                     f"{key!r} does not accept its state in {url}: {type(error).__name__}: {error}"

@@ -5,10 +5,10 @@ Python is given; the others find in their environment what torchrun would have p
 
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
 reader that must not need torch, ``alone`` for a program that starts ranks itself, ``s3`` for one
-rank and a bucket; ``<!-- run -->`` shell commands,
-line by line, ``<!-- run: s3 -->`` with a bucket; ``<!-- not run: why -->``. What ``print(...)  #
-text`` claims has to be what comes out, or else what the block after ``<!-- output -->`` shows,
-where the folder is called ``/run``. A command ends with 0 unless its comment says "exits with 1".
+rank and a bucket; ``<!-- run -->`` shell commands, line by line, ``<!-- run: s3 -->`` with a
+bucket; ``<!-- not run: why -->``. What ``print(...)  # text`` claims has to be what comes out, or
+else what the block after ``<!-- output -->`` shows, where the folder is called ``/run``. A command
+ends with 0 unless its comment says "exits with 1".
 """
 
 from __future__ import annotations

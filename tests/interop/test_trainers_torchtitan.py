@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
+from tests.helpers.processes import run_to_end
 from tests.helpers.trainers import run, run_torchrun, whole
 
 PROGRAM = "titan_manager.py"
@@ -29,6 +30,11 @@ def killed(python: Path, asked: dict[str, Any]) -> None:
     ended = run_torchrun(python, PROGRAM, json.dumps(asked))
     assert ended.returncode != 0
     assert "SIGKILL" in ended.stderr, ended.stderr[-20000:]
+
+
+def test_the_module_does_not_import_torchtitan(python: Path) -> None:
+    program = "import sys, shardstore.torchtitan; assert 'torchtitan' not in sys.modules"
+    assert run_to_end([python, "-c", program]).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +105,26 @@ def test_a_run_resumes_on_another_mesh(
     assert losses == pytest.approx(unbroken[False][4:], rel=1e-4)
 
 
+def test_stages_of_a_pipeline_are_saved_and_joined(python: Path, tmp_path: Path) -> None:
+    """The load at the end waits for the asynchronous save; the last skips a damaged step."""
+    config = {**EVERY_2, "async_mode": "async"}
+    asked = {"base": str(tmp_path), "config": config, "layout": "stages", "reloads": True}
+    trained, again = runs(python, {**asked, "steps": 2}, {**asked, "steps": 4, "seed": 1})
+    assert again["weight"] == trained["trained"]
+    saved = shardstore.load_plain_tensors(tmp_path / "checkpoint" / "step-4")
+    assert {"0.weight", "1.weight", "optimizer.state.1.weight.exp_avg"} <= set(saved)
+    for file in (tmp_path / "checkpoint" / "step-4" / "0.weight").rglob("*"):
+        if file.is_file() and file.name != "zarr.json":
+            file.write_bytes(b"\0" * file.stat().st_size)
+    (joined,) = runs(python, {**asked, "steps": 6, "seed": 2}, ranks=1)
+    assert (joined["from"], joined["weight"]) == (2, trained["trained"])
+
+
 def test_options(python: Path, tmp_path: Path) -> None:
     """``load_only``, ``initial_load_path``, ``exclude_from_loading``, ``load_step``, and the errors
     of wrong input, on every rank."""
     a, b, c, d = (str(tmp_path / name) for name in "abcd")
+    (tmp_path / "b" / "checkpoint" / "step-9").mkdir(parents=True)  # a step that is not whole
     exclude = {"exclude_from_loading": ["dataloader"]}
     trained, own, only, initial, whole_state, from_dcp, back, *errors = runs(
         python,
@@ -216,3 +238,22 @@ def test_the_last_step_is_exported(
             },
         )
         assert torch.equal(torch.tensor(found["weight"]).bfloat16(), weight.bfloat16())
+
+
+@pytest.mark.long
+def test_torchtitan_s_own_trainer(python: Path, tmp_path: Path) -> None:
+    """Its debug model of llama 3: resumed with FSDP, and then with tensor parallelism."""
+
+    def train(folder: str, *steps_and_mesh: int) -> list[float]:
+        output = run(python, "titan_trainer.py", tmp_path / folder, *steps_and_mesh)
+        losses: list[float] = json.loads(output.splitlines()[-1])
+        return losses
+
+    unbroken = train("unbroken", 6, 2, 1)
+    assert len(set(unbroken)) == 6
+    assert train("broken", 4, 2, 1) == unbroken[:4]
+    assert train("broken", 6, 2, 1) == unbroken[4:]
+    assert len(train("broken", 8, 1, 2)) == 2
+    steps = shardstore.CheckpointManager(tmp_path / "broken" / "checkpoint")
+    assert steps.steps() == [2, 4, 6, 8]
+    assert whole(steps.url(8))

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +36,8 @@ class Asked:
 
     Attributes:
         steps: the step to train to.
-        layout: how the model is distributed: ``"fsdp"``, ``"tp"`` or ``"none"``.
+        layout: how the model is distributed: ``"fsdp"``, ``"tp"`` or ``"none"``; ``"stages"``: each
+            rank has other layers, as in a pipeline.
         config: options of the manager.
         base: the manager's base folder.
         manager: ``"shardstore"``, or ``"torchtitan"`` for its own manager.
@@ -47,6 +49,7 @@ class Asked:
         loader: whether torchtitan's data loader gives the batches, others on each rank.
         adapter: whether the model has Hugging Face names.
         refuses: rank whose training state does not accept what is loaded.
+        reloads: whether to load again at the end, without a wait for the last save.
         expect: text of the error that every rank has to raise.
     """
 
@@ -63,6 +66,7 @@ class Asked:
     loader: bool = False
     adapter: bool = False
     refuses: int = -1
+    reloads: bool = False
     expect: str = ""
 
 
@@ -119,6 +123,10 @@ class Adapter:
 
 def build_model(layout: str) -> torch.nn.Module:
     """A model on a mesh of all ranks."""
+    if layout == "stages":
+        layers = range(dist.get_rank(), 2, dist.get_world_size())
+        stage = {str(number): torch.nn.Linear(6, 6) for number in layers}
+        return torch.nn.Sequential(OrderedDict(stage))
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if layout == "fsdp":
@@ -205,6 +213,10 @@ def one(asked: Asked) -> dict[str, Any]:
         found = {"loaded": loaded, "from": run.progress.step, "weight": _whole(run.model)}
         found["losses"] = run.train()
         found["trained"] = _whole(run.model)
+        if asked.reloads:
+            run.progress.step = 0
+            assert run.manager.load()
+            assert run.progress.step == asked.steps
         run.manager.close()
     except Exception as error:
         if not asked.expect or asked.expect not in str(error):
