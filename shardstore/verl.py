@@ -1,0 +1,210 @@
+"""verl's checkpoint manager of FSDP, with checkpoints of this package.
+
+verl pickles a file on each rank, which only the same number of ranks can load. With the environment
+variable ``VERL_USE_EXTERNAL_MODULES=shardstore.verl``, or after :func:`install`, its FSDP engine
+saves one checkpoint that any number of ranks loads, to a folder or an object store. verl is
+imported on the first use of ``FSDPCheckpointManager``, not with this module. The class implements
+that of verl 0.9 (``utils/checkpoint/fsdp_checkpoint_manager.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict as of_torch
+
+import shardstore
+from shardstore.distributed.coordinator import Ranks
+from shardstore.errors import ArgumentError
+from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.stores.location import Location
+
+SEAM = "verl.utils.checkpoint.fsdp_checkpoint_manager"
+BESIDE = "huggingface"
+"""Folder in a checkpoint with the model's configuration and its tokenizer."""
+
+
+def install(storage_options: Mapping[str, Any] | None = None) -> None:
+    """Make verl's FSDP engine use this package. Call it in each process before verl imports its
+    engine; no rank waits.
+
+    Args:
+        storage_options: options of an object store, see :func:`shardstore.save`.
+    """
+    kind = _class()
+    kind.storage_options = storage_options
+    importlib.import_module(SEAM).FSDPCheckpointManager = kind  # type: ignore[attr-defined]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FSDPCheckpointManager":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _class()
+
+
+@cache
+def _class() -> Any:
+    base: Any = importlib.import_module(SEAM).FSDPCheckpointManager
+    return type("FSDPCheckpointManager", (_Manager, base), {"__doc__": _Manager.__doc__})
+
+
+class _Manager:
+    """Saves and loads model, optimizer, schedule and random states with FSDP2. Every rank makes one
+    and calls its methods.
+
+    Args:
+        *args, **kwargs: see verl's class.
+
+    Raises:
+        ArgumentError: ``hf_model`` is among the contents.
+    """
+
+    storage_options: Mapping[str, Any] | None = None
+    # Attributes of verl's class:
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    processing_class: Any
+    checkpoint_save_contents: Iterable[str]
+    checkpoint_load_contents: Iterable[str]
+    rank: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for contents in (self.checkpoint_save_contents, self.checkpoint_load_contents):
+            if "hf_model" in contents:
+                raise ArgumentError(
+                    "shardstore.verl has no contents 'hf_model': leave it out, and make Hugging "
+                    "Face files by `shardstore convert CHECKPOINT FOLDER --to safetensors`"
+                )
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Save to ``local_path``, a folder or URL; rank 0 then deletes older checkpoints. Every
+        rank calls it and waits for all others.
+
+        Raises:
+            CheckpointingException: see :func:`shardstore.save`.
+        """
+        if local_path is None:
+            return
+        verl: Any = super()
+        self.previous_global_step = global_step
+        place = Location.of(local_path, self.storage_options)
+
+        def work() -> None:
+            if self.rank == 0:
+                self._write_beside(place)
+
+        # The configuration comes first, so that the commit says that everything is there.
+        Ranks.current().step(f"writing {BESIDE}/ of {place.url}", work)
+        state = self._state(self.checkpoint_save_contents)
+        if "extra" in self.checkpoint_save_contents:
+            rng = {**verl.get_rng_state()}
+            rng = {name: one.numpy() if torch.is_tensor(one) else one for name, one in rng.items()}
+            schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+            state["extra"] = {"lr_scheduler": schedule, "rng": {str(self.rank): rng}}
+        options = self.storage_options
+        shardstore.save(state, local_path, storage_options=options, overwrite=True)
+        if self.rank == 0:
+            verl.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """Load from a folder or URL what the contents to load name. A rank that the saved run did
+        not have keeps its random state. Every rank calls it; nothing is deleted.
+
+        Raises:
+            CheckpointingException: see :func:`shardstore.load`.
+        """
+        if local_path is None:
+            return
+        wanted = self._state(self.checkpoint_load_contents)
+        options = self.storage_options
+        loaded: Any = shardstore.load(wanted, local_path, storage_options=options)
+        if "model" in wanted:
+            strict = of_torch.StateDictOptions(strict=not self._is_lora_only)
+            of_torch.set_model_state_dict(self.model, loaded["model"], options=strict)
+        if "optimizer" in wanted:
+            of_torch.set_optimizer_state_dict(self.model, self.optimizer, loaded["optimizer"])
+        if "extra" in self.checkpoint_load_contents:
+            extra = loaded.get("extra", {})
+            if extra.get("lr_scheduler") is not None and self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+            if (rng := extra.get("rng", {}).get(str(self.rank))) is not None:
+                verl: Any = super()
+                verl.load_rng_state(
+                    {
+                        name: one if name in ("numpy", "random") else torch.from_numpy(one)
+                        for name, one in rng.items()
+                    }
+                )
+
+    def remove_previous_save_local_path(self, path: str | list[str]) -> None:
+        """Delete checkpoints that this manager saved. Rank 0 calls it."""
+        for one in [path] if isinstance(path, str) else path:
+            place = Location.of(one, self.storage_options)
+            if is_checkpoint(place):
+                shardstore.delete_checkpoint(one, storage_options=self.storage_options)
+            for name in place.child(BESIDE).listing():
+                place.delete(f"{BESIDE}/{name}")
+            for folder in (place.child(BESIDE), place):
+                with suppress(OSError):  # a URL, or it holds files of others
+                    os.rmdir(folder.url)
+
+    @property
+    def _is_lora_only(self) -> bool:
+        verl: Any = super()
+        return bool(verl.should_save_lora_only and verl._has_lora())
+
+    def _state(self, contents: Iterable[str]) -> dict[str, Any]:
+        """Return the tensors of a save or a load, by the names of contents."""
+        state: dict[str, Any] = {}
+        if "model" in contents:
+            state["model"] = of_torch.get_model_state_dict(self.model)
+            if self._is_lora_only:
+                parts = ("lora_", ".adapter_")
+                named = {key: any(part in key for part in parts) for key in state["model"]}
+                state["model"] = {k: v for k, v in state["model"].items() if named[k]}
+        if "optimizer" in contents:
+            state["optimizer"] = of_torch.get_optimizer_state_dict(self.model, self.optimizer)
+        return state
+
+    def _write_beside(self, place: Location) -> None:
+        """Write configuration, tokenizer and the code of a custom model."""
+        model: Any = getattr(self.model, "_fsdp_wrapped_module", self.model)
+        with tempfile.TemporaryDirectory() as folder:
+            for one in (
+                model.config,
+                getattr(model, "generation_config", None),
+                self.processing_class,
+            ):
+                if one is not None:
+                    one.save_pretrained(folder)
+            if getattr(model.config, "auto_map", None):
+                saving = importlib.import_module("transformers.dynamic_module_utils")
+                base = model.get_base_model() if hasattr(model, "get_base_model") else model
+                saving.custom_object_save(base, folder, config=model.config)
+            for file in Path(folder).iterdir():
+                place.write(f"{BESIDE}/{file.name}", file.read_bytes())
+
+
+if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
+    install()

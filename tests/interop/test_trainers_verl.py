@@ -1,0 +1,79 @@
+"""verl's checkpoint manager of FSDP over shardstore."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zarr
+
+import shardstore
+from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
+from tests.helpers.trainers import run, whole
+
+PROGRAM = "verl_fsdp2.py"
+SEAM = {"VERL_USE_EXTERNAL_MODULES": "shardstore.verl"}
+
+
+def found(output: Path) -> tuple[dict[int, float], list[list[float]]]:
+    read = json.loads(output.read_text())
+    return {int(step): loss for step, loss in read["losses"].items()}, read["drawn"]
+
+
+def train(python: Path, root: str, steps: int, output: Path, *place: str, **how: Any) -> Any:
+    run(python, PROGRAM, root, steps, output, *place, **SEAM, **how)
+    return found(output)
+
+
+def test_a_run_goes_on_where_it_was(python: Path, tmp_path: Path) -> None:
+    losses, drawn = train(python, str(tmp_path / "unbroken"), 5, tmp_path / "a.json")
+    names = sorted(place.name for place in (tmp_path / "unbroken").iterdir())
+    assert names == ["global_step_4", "global_step_5"]  # its retention removed the others
+    place = tmp_path / "unbroken" / "global_step_4"
+    assert whole(place)
+    assert (place / "huggingface" / "config.json").exists()
+    assert not list(place.rglob("*rank_0.pt"))
+    group = zarr.open_group(place, mode="r")
+    assert group["optimizer.state.model.embed_tokens.weight.exp_avg"].shape == (32, 16)
+    again, same = train(python, str(tmp_path / "again"), 5, tmp_path / "b.json", str(place))
+    assert again == {5: losses[5]}
+    assert same == drawn  # the random states of both ranks too
+
+
+def test_a_store_and_another_number_of_ranks(
+    python: Path, tmp_path: Path, s3_server: S3Server
+) -> None:
+    root = f"s3://{s3_server.new_bucket()}/run"
+    store = s3_server.environment
+    losses, _ = train(python, root, 3, tmp_path / "a.json", **store)
+    options = s3_server.storage_options
+    assert set(Location.of(root, options).listing()) == {"global_step_2", "global_step_3"}
+    assert shardstore.latest(root, storage_options=options) == f"{root}/global_step_3"
+    assert Location.of(f"{root}/global_step_2", options).exists("huggingface/config.json")
+    place = f"{root}/global_step_2"
+    again, _ = train(python, f"{root}/one", 3, tmp_path / "b.json", place, ranks=1, **store)
+    assert again == pytest.approx({3: losses[3]}, rel=1e-4)
+
+
+def test_the_module_does_not_import_verl(python: Path) -> None:
+    program = "import sys, shardstore.verl; assert 'verl' not in sys.modules"
+    subprocess.run([python, "-c", program], check=True, timeout=120)
+
+
+def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
+    program = (
+        "import shardstore.verl, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        "config, model = {'save_contents': ['model', 'hf_model']}, torch.nn.Linear(2, 2)\n"
+        "try:\n"
+        "    shardstore.verl.FSDPCheckpointManager(model, checkpoint_config=config)\n"
+        "except ValueError as error:\n"
+        "    assert 'shardstore convert' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+    subprocess.run([python, "-c", program], check=True, timeout=120)
