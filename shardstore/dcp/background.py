@@ -85,7 +85,10 @@ class Background:
             return None
         if group not in self._groups:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[group] = dist.new_group(ranks, backend="gloo")
+            # Of a part of the ranks, the others do not call it.
+            self._groups[group] = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=group is not None
+            )
         return self._groups[group]
 
     def _saving(self, before: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,6 +77,14 @@ def handing_on(new_reader: Callable[[str], StorageReader]) -> dict[tuple[Any, st
     return {(FileSystemReader, name): method_of(name) for name in _METHODS}
 
 
+def _is_plain(writer: object) -> bool:
+    """Return whether a writer is DCP's own, in its usual format, and may overwrite."""
+    if type(writer) is not FileSystemWriter or not writer.overwrite:
+        return False
+    form = getattr(writer, "serialization_format", None)  # older versions have one format
+    return form is None or form.name == "TORCH_SAVE"
+
+
 Place = str | os.PathLike[str]
 
 
@@ -120,7 +128,8 @@ def install(
         strict: see :class:`StorageReader`. No program sees the reader, so give a mode that logs or
             raises.
         named_writers: also serve saves that name DCP's own ``FileSystemWriter(path)``, as
-            accelerate's do, but not subclasses of it. Its other arguments have no effect.
+            accelerate's do, but not its subclasses, nor with ``overwrite=False`` or another format.
+            Its other arguments have no effect.
         asynchronous: ``dcp.save`` of these calls returns ``None`` after it copied the state, and
             writes in the background, see :class:`~shardstore.dcp.background.Background`.
         **options: see :class:`StorageWriter`; the reader uses ``threads`` and ``storage_options``
@@ -164,7 +173,7 @@ def install(
 
     def place_of(storage: Any, checkpoint_id: Place | None) -> Place | None:
         """Return the place of a call if it is served here."""
-        if named_writers and type(storage) is FileSystemWriter:
+        if named_writers and _is_plain(storage):
             return checkpoint_id or os.path.abspath(storage.path)
         return None if storage is not None else checkpoint_id or None
 
@@ -188,7 +197,7 @@ def install(
             writer = choose(options.get("storage_writer"), options.get("checkpoint_id"))
             return super().execute_save(*args, **{**options, "storage_writer": writer})
 
-    return Installation(
+    installation = Installation(
         {
             (saver, "_storage_setup"): choose,
             (loader, "_storage_setup"): choose,
@@ -197,3 +206,6 @@ def install(
             **(background.changes() if background is not None else {}),
         }
     )
+    if background is not None:
+        installation.callback(background.finish)
+    return installation

@@ -7,7 +7,8 @@ import pickle
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -380,13 +381,15 @@ class Mine(FileSystemWriter):
 
 def test_writers_that_a_program_names(tmp_path: Path) -> None:
     """Only DCP's own writer is served, and only if asked for."""
-    for options, kind, is_served in (
+    cases: tuple[tuple[dict[str, Any], Callable[..., Any], bool], ...] = (
         ({}, FileSystemWriter, False),
         ({"named_writers": True}, FileSystemWriter, True),
         ({"named_writers": True}, Mine, False),
+        ({"named_writers": True}, partial(FileSystemWriter, overwrite=False), False),
         ({"named_writers": True}, FsspecWriter, False),
-    ):
-        place = tmp_path / f"{kind.__name__}-{len(options)}"
+    )
+    for number, (options, kind, is_served) in enumerate(cases):
+        place = tmp_path / str(number)
         with install(durable=False, **options):
             dcp.save(state(), storage_writer=kind(place), no_dist=True)
             assert (place / "zarr.json").exists() == is_served
@@ -471,3 +474,22 @@ def test_the_end_of_a_program_waits_for_its_save_and_tells_its_error(tmp_path: P
     assert f"the asynchronous save to {tmp_path / 'none'} failed" in done.stderr
     assert "No space left on device" in done.stderr
     assert not (tmp_path / "none").exists()
+
+
+def save_by_a_part_of_the_ranks(rank: int, world_size: int, folder: Path) -> None:
+    group = dist.new_group([1, 2])
+    with install(asynchronous=True, durable=False):
+        for place in (folder / "all", folder / "again"):
+            dcp.save(state(2.0), checkpoint_id=place)
+        if rank > 0:
+            dcp.save(state(3.0), checkpoint_id=folder / "part", process_group=group)
+    dist.barrier()  # to uninstall waits for the last save
+    for place, value in ((folder / "again", 2.0), *([(folder / "part", 3.0)] * rank)):
+        wanted = state(-1.0)
+        dcp.load(wanted, storage_reader=StorageReader(place), no_dist=True)
+        assert same(wanted, state(value))
+
+
+def test_ranks_of_a_group_save_in_the_background(tmp_path: Path) -> None:
+    run_ranks(save_by_a_part_of_the_ranks, 3, tmp_path)
+    assert whole(tmp_path / "part")

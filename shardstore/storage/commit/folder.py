@@ -139,7 +139,17 @@ class FolderAttempt(Attempt):
                     os.unlink(f"{source}/{OWNER_NAME}")
                 if durable:
                     self.flush()
-                self._replace() if replaced else os.rename(source, target)
+                if not replaced:
+                    try:
+                        os.rename(source, target)
+                    except OSError as error:
+                        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                            raise
+                        # Another program has put a file there since.
+                        self.location.write(OWNER_NAME, _mark_of(self.id))
+                        replaced = True
+                if replaced:
+                    self._replace()
         except StorageError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise exists_error(self.target, meanwhile=True) from None

@@ -155,6 +155,28 @@ def test_foreign_files_are_kept(tmp_path: Path) -> None:
     assert content(target) == checkpoint("one") | {"logs/a.txt": "log", "run.yaml": "a: 1"}
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_that_comes_into_an_empty_target_at_the_last_moment_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """As of a trainer that writes its own file beside a save in the background."""
+    target = tmp_path / "ckpt"
+    target.mkdir()
+    attempt = begin(Location.of(target), SaveOptions())
+    fill(attempt, "one")
+    rename = os.rename
+
+    def late(source: str, goal: str) -> None:
+        (target / "meta.pt").write_text("of a trainer")
+        monkeypatch.undo()
+        rename(source, goal)
+
+    monkeypatch.setattr(os, "rename", late)
+    attempt.commit([], durable=durable)
+    assert content(target) == checkpoint("one") | {"meta.pt": "of a trainer"}
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
 def test_one_of_two_attempts_at_once_wins(tmp_path: Path) -> None:
     target = tmp_path / "ckpt"
     first, second = (
