@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import zarr
 import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
-from tests.helpers.trainers import run, whole
+from tests.helpers.trainers import ROOT, run, whole
 
 PROGRAM = "verl_fsdp2.py"
 SEAM = {"VERL_USE_EXTERNAL_MODULES": "shardstore.verl"}
@@ -77,3 +78,15 @@ def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
         "    raise AssertionError\n"
     )
     subprocess.run([python, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("version", ["0.15.3", pytest.param("0.19.2", marks=pytest.mark.long)])
+def test_the_functions_of_the_megatron_engine(python: Path, tmp_path: Path, version: str) -> None:
+    megatron = ROOT / ".envs" / "megatron"
+    if not (megatron / version).is_dir():
+        pytest.skip("no environment with megatron-core: scripts/megatron_env makes it")
+    path = os.pathsep.join(map(str, (megatron / version, megatron / "triton")))
+    run(python, "verl_megatron.py", tmp_path, PYTHONPATH=path)
+    place = tmp_path / "dist_ckpt"
+    assert whole(place)
+    assert zarr.open_group(place, mode="r")["part"][:].tolist() == [[5.0] * 3] * 2 + [[6.0] * 3] * 2
