@@ -84,6 +84,11 @@ def install(format: str = ZARR_BACKEND) -> None:
         _mend(taken, names)
 
 
+def installed() -> str:
+    """Return the format that :func:`install` was given, or its default if it was not called."""
+    return _format
+
+
 def _is_below(name: str) -> bool:
     return f"{name}.".startswith(f"{ROOT}.")
 

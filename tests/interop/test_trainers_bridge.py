@@ -1,0 +1,93 @@
+"""Megatron-Bridge's own saves and loads through this package's manager, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.megatron_releases import ENVIRONMENT, ROOT
+from tests.helpers.trainers import run_torchrun, whole
+
+PROGRAM = "bridge_manager.py"
+RELEASE = "0.17.1"
+"""Megatron-Core that Megatron-Bridge 0.3.1 works with."""
+
+pytestmark = pytest.mark.megatron
+
+
+def started(
+    python: Path, *asked: dict[str, Any], ranks: int = 2, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    if not (ENVIRONMENT / RELEASE).is_dir():
+        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
+    paths = (ROOT, ENVIRONMENT / RELEASE, ENVIRONMENT / "triton")
+    settings = {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONWARNINGS": "ignore", **settings}
+    return run_torchrun(python, PROGRAM, *map(json.dumps, asked), ranks=ranks, **settings)
+
+
+def runs(
+    python: Path, *asked: dict[str, Any], ranks: int = 2, **settings: str
+) -> list[dict[str, Any]]:
+    """What each of several runs found, all in the same processes."""
+    ended = started(python, *asked, ranks=ranks, **settings)
+    assert ended.returncode == 0, ended.stderr[-20000:]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"async_save": True}, id="background"),
+        pytest.param(
+            {"async_save": True, "use_persistent_ckpt_worker": False},
+            id="no worker",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"ckpt_assume_constant_structure": True, "fully_parallel_load": True},
+            id="foreground",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_killed_run_resumes_on_another_layout(
+    python: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Killed before the save of step 6 is finalized; every tensor of model and optimizer is
+    compared bit for bit."""
+    place = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "options": options}
+    killed = started(python, {**place, "tp": 2, "steps": [2, 4, 6], "die_at": 6})
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stderr, killed.stderr[-20000:]
+    resumed = 4 if options.get("async_save") else 6
+    (found,) = runs(python, {**place, "pp": 2, "steps": [8]})
+    assert found == {"from": resumed, "operations": 1000 * resumed, "step": resumed}
+    (found,) = runs(python, place, ranks=1)
+    assert found == {"from": 8, "operations": 8000, "step": 8}
+    for step in (2, 4, 8):
+        assert whole(tmp_path / "run" / f"iter_{step:07}")
+    assert (tmp_path / "run" / "iter_0000008" / "zarr.json").exists()
+
+
+def test_wrong_options(python: Path, tmp_path: Path) -> None:
+    """Errors on every rank."""
+    errors = runs(
+        python,
+        {"options": {"ckpt_format": "fsdp_dtensor"}, "expect": "must be 'torch_dist'"},
+        {"options": {"custom_manager_class": "a.B"}, "expect": "custom_manager_class='a.B'"},
+    )
+    assert all(found["error"].startswith("ArgumentError") for found in errors)
+
+
+def test_the_trainer_is_imported_on_the_first_use() -> None:
+    program = (
+        "import sys, shardstore.bridge; shardstore.bridge.CheckpointManager; "
+        "assert not any(name.startswith('megatron') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ})

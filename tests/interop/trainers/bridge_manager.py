@@ -1,0 +1,244 @@
+"""Megatron-Bridge's own saves and loads of a small GPT, through this package's manager.
+
+Bridge 0.3.1 and Megatron-Core are unmodified. Packages of Bridge that need CUDA (its models, its
+tokenizers, Transformer Engine, ModelOpt) are replaced by empty ones. What 0.3.1 lacks stands here
+as later releases have it: the option ``custom_manager_class``, the contexts and the call that makes
+the manager. Each argument is a run, as JSON::
+
+    torchrun --nproc-per-node 2 bridge_manager.py '{"save": DIR, "load": DIR, "step": 2}' ...
+
+Rank 0 prints what each run found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import typing
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
+import gpt
+
+# Megatron-Core's wheel is for Python 3.12.
+typing.override = typing_extensions.override
+
+import megatron.core.distributed  # noqa: E402
+import megatron.core.optimizer  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace  # noqa: E402
+from megatron.core.num_microbatches_calculator import (  # noqa: E402
+    init_num_microbatches_calculator,
+)
+
+EMPTY = (
+    "transformer_engine",
+    "modelopt",
+    "megatron.bridge.data",
+    "megatron.bridge.models",
+    "megatron.bridge.peft",
+    "megatron.bridge.training.tokenizers",
+)
+
+
+class Anything(type):
+    """A class that has every attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+
+class Empty(MetaPathFinder, Loader):
+    """Finds the packages of :data:`EMPTY`, in which every name is a class that does nothing."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        below = any(f"{name}.".startswith(f"{empty}.") for empty in EMPTY)
+        return ModuleSpec(name, self, is_package=True) if below else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def attribute(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            if name.startswith("save_"):  # ModelOpt's functions
+                return lambda *args, **kwargs: None
+            return getattr(Anything("Empty", (), {}), name)
+
+        module.__getattr__ = attribute  # type: ignore[method-assign]
+
+
+sys.meta_path.insert(0, Empty())
+
+from megatron.bridge.training import config, state  # noqa: E402
+from megatron.bridge.utils import instantiate_utils  # noqa: E402
+
+import shardstore.bridge  # noqa: E402
+
+ALLOWED: list[str] = []
+instantiate_utils.register_allowed_target_prefix = ALLOWED.append
+
+
+@dataclass
+class CheckpointConfig(config.CheckpointConfig):
+    """Bridge's options, with the one that 0.3.1 does not have."""
+
+    custom_manager_class: str | None = None
+
+
+@dataclass
+class LoadContext:
+    """The fields of ``CheckpointLoadContext``."""
+
+    state: Any
+    model: list[Any]
+    optimizer: Any
+    opt_param_scheduler: Any = None
+    strict: bool = True
+    skip_load_to_model_and_opt: bool = False
+    pg_collection: Any = None
+    module_name: str | None = None
+
+
+@dataclass
+class SaveContext:
+    """The fields of ``CheckpointSaveContext``."""
+
+    state: Any
+    model: list[Any]
+    optimizer: Any
+    opt_param_scheduler: Any = None
+    num_floating_point_operations_so_far: int = 0
+    train_data_iterator: Any = None
+    non_persistent_ckpt: bool = False
+    pg_collection: Any = None
+    module_name: str | None = None
+
+
+def created(chosen: Any) -> Any:
+    """The manager that the configuration names, made as ``create_checkpoint_manager`` makes it."""
+    module, _, name = chosen.custom_manager_class.rpartition(".")
+    assert any(f"{module}.".startswith(prefix) for prefix in ALLOWED)
+    manager = getattr(importlib.import_module(module), name)(chosen)
+    for method in ("save", "load", "finalize_async_saves"):
+        assert callable(getattr(manager, method))
+    return manager
+
+
+def training(chosen: Any, asked: dict[str, Any]) -> Any:
+    """What Bridge keeps of a training."""
+    layout = {
+        "tensor_model_parallel_size": asked.get("tp", 1),
+        "pipeline_model_parallel_size": asked.get("pp", 1),
+    }
+    options = {
+        name: getattr(chosen, name) for name in ("save_optim", "save_rng", "fully_parallel_save")
+    }
+
+    def to_yaml(path: str) -> None:
+        Path(path).write_text(yaml.safe_dump({"model": layout, "checkpoint": options}))
+
+    cfg = SimpleNamespace(
+        checkpoint=chosen,
+        rng=SimpleNamespace(data_parallel_random_init=False),
+        optimizer=SimpleNamespace(use_distributed_optimizer=True),
+        model=SimpleNamespace(**layout),
+        logger=SimpleNamespace(log_progress=False),
+        dataset=None,
+        dist=None,
+        peft=None,
+        to_yaml=to_yaml,
+    )
+    queue = None
+    if chosen.async_save:
+        queue = state.AsyncCallsQueue(persistent=chosen.use_persistent_ckpt_worker)
+    return SimpleNamespace(
+        cfg=cfg,
+        train_state=state.TrainState(),
+        async_calls_queue=queue,
+        rank_monitor_client=None,
+        fault_tolerance_state=state.FaultToleranceState(),
+        wandb_logger=None,
+        mlflow_logger=None,
+    )
+
+
+def data_of(value: Any) -> Any:
+    """A sharded tensor's data, and everything else as it is."""
+    return value.data if hasattr(value, "replica_id") and hasattr(value, "data") else value
+
+
+def one_run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Load, compare, change everything and save."""
+    options = {"ckpt_format": "torch_dist", "load_rng": False, **asked.get("options", {})}
+    options |= {"dist_ckpt_optim_fully_reshardable": True}
+    chosen = CheckpointConfig(save=asked.get("save"), load=asked.get("load"), **options)
+    shardstore.bridge.use(chosen)
+    manager = created(chosen)
+    own = training(chosen, asked)
+    model = gpt.build(asked.get("tp", 1), asked.get("pp", 1))
+    optimizer = gpt.with_optimizer(model)
+    found, operations = manager.load(LoadContext(own, [model], optimizer))
+    sharded = gpt.state_of(model, optimizer, "fully_reshardable", loading=False)
+    with torch.no_grad():
+        for tensor in gpt.tensors_of(sharded):
+            if found:
+                assert torch.equal(tensor.data, gpt.expected(tensor) + found), tensor
+    answer = {"from": found, "operations": int(operations), "step": own.train_state.step}
+    for step in asked.get("steps", ()):
+        with torch.no_grad():
+            for tensor in gpt.tensors_of(sharded):
+                tensor.data.copy_(gpt.expected(tensor) + step)
+        # What is gathered is a copy of the optimizer's state.
+        optimizer.load_state_dict(dict_list_map_outplace(data_of, sharded["optimizer"]))
+        own.train_state.step = step
+        own.train_state.consumed_train_samples = 4 * step
+        manager.save(SaveContext(own, [model], optimizer, None, 1000 * step), None)
+        if asked.get("die_at") == step and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with torch.no_grad():
+            for tensor in gpt.tensors_of(sharded):
+                tensor.data.zero_()  # a save in the background has its own copy
+        manager.finalize_async_saves(own, blocking=True)
+    manager.finalize_async_saves(own, blocking=True, terminate=True)
+    megatron.core.parallel_state.destroy_model_parallel()
+    return answer
+
+
+def main() -> None:
+    """All runs, one after another."""
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        torch.cuda.get_rng_state = torch.get_rng_state
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        torch.cuda.synchronize = lambda device=None: None
+    dist.init_process_group("gloo")
+    init_num_microbatches_calculator(dist.get_rank(), None, 4, 1, 1)
+    with gpt.OnCpu():
+        for asked in map(json.loads, sys.argv[1:]):
+            answer: dict[str, Any]
+            try:
+                answer = one_run(asked)
+            except Exception as error:
+                if asked.get("expect", "no error") not in str(error):
+                    raise
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            if dist.get_rank() == 0:
+                os.write(1, f"{json.dumps(answer)}\n".encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
