@@ -45,7 +45,13 @@ def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
     assert group["0.weight"].shape == (10, 6)
 
 
-BOTH = pytest.mark.parametrize("how", [{}, {"ASYNCHRONOUS": "1"}], ids=["foreground", "background"])
+BOTH = pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, id="foreground", marks=pytest.mark.long),
+        pytest.param({"ASYNCHRONOUS": "1"}, id="background"),
+    ],
+)
 
 
 @BOTH

@@ -66,13 +66,8 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize(
-    "death",
-    [
-        death if "optimizer" in death else pytest.param(death, marks=pytest.mark.long)
-        for death in DEATHS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("death", DEATHS)
 def test_a_killed_run_leaves_a_checkpoint_that_can_be_loaded(
     python: Path, tmp_path: Path, unbroken: dict[int, float], death: str
 ) -> None:

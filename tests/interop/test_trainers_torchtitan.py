@@ -105,6 +105,7 @@ def test_a_run_resumes_on_another_mesh(
     assert losses == pytest.approx(unbroken[False][4:], rel=1e-4)
 
 
+@pytest.mark.long
 def test_stages_of_a_pipeline_are_saved_and_joined(python: Path, tmp_path: Path) -> None:
     """The load at the end waits for the asynchronous save; the last skips a damaged step."""
     config = {**EVERY_2, "async_mode": "async"}
