@@ -14,17 +14,27 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardstore import megatron
-from shardstore.errors import ArgumentError
+from shardstore.distributed.coordinator import Ranks
+from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
+from shardstore.storage.stores.location import Location
 
 TRAINER = "megatron.bridge.training.checkpointing"
 ALLOWED = "megatron.bridge.utils.instantiate_utils"
 NAME = "shardstore.bridge.CheckpointManager"
 FORMAT = "torch_dist"
 """What Megatron-Bridge calls every checkpoint of ``dist_checkpointing``."""
+
+STATE, OF_STEP = "train_state.pt", ("train_state.pt", "run_config.yaml")
+"""What Megatron-Bridge itself writes into the folder of a checkpoint."""
+NEWEST = "latest_checkpointed_iteration.txt"
 
 
 def use(checkpoint_config: Any) -> None:
@@ -70,7 +80,10 @@ class CheckpointManager:
     """Saves and restores Megatron-Bridge's training state. Every rank makes one, with equal
     options, and calls each method; ``save`` and ``load`` wait for the other ranks.
 
-    Megatron-Bridge makes it from ``checkpoint.custom_manager_class``.
+    Megatron-Bridge makes it from ``checkpoint.custom_manager_class``. ``checkpoint.save`` and
+    ``checkpoint.load`` may be URLs. Megatron-Bridge keeps small files beside each checkpoint, in a
+    folder named after the URL below the working directory; the manager copies them to the URL after
+    each commit, and from there before a load.
 
     Args:
         checkpoint_config: Megatron-Bridge's ``CheckpointConfig``.
@@ -102,6 +115,8 @@ class CheckpointManager:
             CheckpointingException: the save failed on some rank; every rank raises it.
         """
         self._call(self._bridge.save_checkpoint, ctx, callback_manager=callback_manager)
+        if not self.checkpoint_config.async_save:
+            self._publish()
 
     def load(self, ctx: Any) -> tuple[int, int]:
         """Restore the state of the context from ``checkpoint.load``.
@@ -116,6 +131,7 @@ class CheckpointManager:
         Raises:
             CheckpointingException: the load failed on some rank; every rank raises it.
         """
+        self._fetch()
         found: tuple[int, int] = self._call(self._bridge.load_checkpoint, ctx)
         return found
 
@@ -132,12 +148,65 @@ class CheckpointManager:
         Raises:
             CheckpointingException: a save failed on some rank; every rank raises it.
         """
+        queue = state.async_calls_queue
+        before = 0 if queue is None else queue.get_num_unfinalized_calls()
         self._bridge.maybe_finalize_async_save(
             global_state=state,
             ckpt_cfg=self.checkpoint_config,
             blocking=blocking,
             terminate=terminate,
         )
+        if before and queue.get_num_unfinalized_calls() < before:  # the same on every rank
+            self._publish()
+
+    def _publish(self) -> None:
+        """Copy the files of the newest step to the URL; the one that names the step last."""
+        url = self.checkpoint_config.save
+        if not _is_remote(url):
+            return
+
+        def copied(_: object) -> None:
+            here, there = Path(url), Location.of(url)
+            newest = (here / f"latest_{STATE}").read_bytes()
+            step = int(torch.load(here / f"latest_{STATE}", weights_only=True)["step"])
+            folder = self._bridge.get_checkpoint_name("", step)
+            for name in OF_STEP:
+                there.write(f"{folder}/{name}", (here / folder / name).read_bytes())
+            there.replace(f"latest_{STATE}", newest)
+            there.replace(NEWEST, str(step).encode())
+
+        Ranks.current().together(what=f"writing {NEWEST} of {url}", decide=copied)
+
+    def _fetch(self) -> None:
+        """Copy the files of the step to load from the URL. Each rank does, because ranks may have
+        different disks."""
+        url, asked = self.checkpoint_config.load, self.checkpoint_config.ckpt_step
+        if not _is_remote(url):
+            return
+        here, there = Path(url), Location.of(url)
+
+        def chosen(_: object) -> bytes:
+            return there.read_if_there(NEWEST, 100) or b"" if asked is None else b"%d" % asked
+
+        step = Ranks.current().together(what=f"reading {NEWEST} of {url}", decide=chosen)
+        if not step:
+            return
+
+        def copied() -> None:
+            if not step.isdigit():
+                raise there.error(f"/{NEWEST} does not hold a number", DamagedCheckpointError)
+            folder = self._bridge.get_checkpoint_name("", int(step))
+            for name in OF_STEP:
+                data = there.read_if_there(f"{folder}/{name}")
+                if data is None:
+                    what = f"/{folder}/{name} is missing: set checkpoint.ckpt_step to another step"
+                    raise there.error(what, NotACheckpointError)
+                _write(here / folder / name, data)
+                if name == STATE:
+                    _write(here / f"latest_{STATE}", data)
+            _write(here / NEWEST, step)
+
+        Ranks.current().step(f"reading step {step.decode(errors='replace')} of {url}", copied)
 
     def _call(self, function: Callable[..., Any], ctx: Any, **more: Any) -> Any:
         """Call a function of Megatron-Bridge with what it takes of a context. Its parameters and
@@ -145,3 +214,15 @@ class CheckpointManager:
         taken = inspect.signature(function).parameters
         given = {**vars(ctx), **more, "checkpointing_context": self.checkpointing_context}
         return function(**{name: value for name, value in given.items() if name in taken})
+
+
+def _is_remote(place: Any) -> bool:
+    return isinstance(place, str) and "://" in place
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file that other ranks of this host may write too, with the same content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)

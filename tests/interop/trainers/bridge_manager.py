@@ -182,12 +182,17 @@ def data_of(value: Any) -> Any:
 
 def one_run(asked: dict[str, Any]) -> dict[str, Any]:
     """Load, compare, change everything and save."""
+    if "here" in asked:  # each rank has a disk of its own
+        here = Path(asked["here"], str(dist.get_rank()))
+        here.mkdir(parents=True, exist_ok=True)
+        os.chdir(here)
     options = {"ckpt_format": "torch_dist", "load_rng": False, **asked.get("options", {})}
     options |= {"dist_ckpt_optim_fully_reshardable": True}
     chosen = CheckpointConfig(save=asked.get("save"), load=asked.get("load"), **options)
     shardstore.bridge.use(chosen)
     manager = created(chosen)
     own = training(chosen, asked)
+    megatron.core.parallel_state.destroy_model_parallel()
     model = gpt.build(asked.get("tp", 1), asked.get("pp", 1))
     optimizer = gpt.with_optimizer(model)
     found, operations = manager.load(LoadContext(own, [model], optimizer))
@@ -211,9 +216,11 @@ def one_run(asked: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             for tensor in gpt.tensors_of(sharded):
                 tensor.data.zero_()  # a save in the background has its own copy
+        own.train_state.step = step + 1  # training goes on meanwhile
+        if asked.get("abandon"):
+            return answer
         manager.finalize_async_saves(own, blocking=True)
     manager.finalize_async_saves(own, blocking=True, terminate=True)
-    megatron.core.parallel_state.destroy_model_parallel()
     return answer
 
 
