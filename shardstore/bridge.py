@@ -4,8 +4,8 @@ One line chooses it::
 
     shardstore.bridge.use(config.checkpoint)
 
-:func:`use` sets ``checkpoint.custom_manager_class`` and lets Megatron-Bridge import the class. Saves
-and loads are Megatron-Bridge's own functions (``training/checkpointing.py``), with this
+:func:`use` sets ``checkpoint.custom_manager_class`` and lets Megatron-Bridge import the class.
+Saves and loads are Megatron-Bridge's own functions (``training/checkpointing.py``), with this
 package in the place of Megatron-Core's ``dist_checkpointing``: see :mod:`shardstore.megatron`.
 Megatron-Bridge is imported on the first use.
 """
