@@ -9,9 +9,7 @@ import pytest
 
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
-from tests.helpers.trainers import python, run, run_torchrun, whole
-
-__all__ = ["python"]
+from tests.helpers.trainers import run, run_torchrun, whole
 
 PROGRAM = "transformers_fsdp2.py"
 PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
