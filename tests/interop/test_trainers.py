@@ -29,6 +29,7 @@ def test_guide(python: Path, guide: Path, tmp_path: Path, s3_server: S3Server) -
     run_page(guide.read_text(encoding="utf-8"), tmp_path, store, python=python)
 
 
+@pytest.mark.long
 def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
     """On disk in the background, in a store in the foreground."""
     url = f"s3://{s3_server.new_bucket()}/run"

@@ -111,6 +111,7 @@ def test_a_run_resumes_from_a_store_on_other_machines(
     assert "run/latest_train_state.pt" in s3_server.keys(bucket)
 
 
+@pytest.mark.long
 def test_wrong_options_and_an_abandoned_save(python: Path, tmp_path: Path) -> None:
     """Errors on every rank. A save that a failed run left behind does not count, and does not
     disturb the saves of the next run in the same process."""

@@ -185,7 +185,8 @@ def test_options(python: Path, tmp_path: Path) -> None:
     assert found["from"] == 2
 
 
-@pytest.mark.parametrize("where", ["s3", pytest.param("disk", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["s3", "disk"])
 def test_the_last_step_is_exported(
     python: Path, tmp_path: Path, s3_server: S3Server, where: str
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_module_does_not_import_verl(python: Path) -> None:
     subprocess.run([python, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.long
 def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
     program = (
         "import shardstore.verl, torch, torch.distributed as dist\n"
