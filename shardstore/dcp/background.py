@@ -39,21 +39,23 @@ class Background:
         self._place_of = place_of
         self._save: tuple[Future[Any], str] | None = None
         self._groups: dict[Any, Any] = {}
+        self._process = 0
         atexit.register(self._at_exit)
 
     def finish(self) -> None:
         """Wait for the last save. In another thread than the main one, do nothing: that may be the
-        thread of the save.
+        thread of the save. In a forked child too, because the save belongs to its parent.
 
         Raises:
             CheckpointException: it failed.
         """
-        if threading.current_thread() is threading.main_thread() and self._save is not None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._process == os.getpid() and self._save is not None:
             (future, _), self._save = self._save, None
             future.result()
 
     def _at_exit(self) -> None:
-        if self._save is not None:
+        if self._process == os.getpid() and self._save is not None:
             future, place = self._save
             if (error := future.exception()) is not None:
                 exit_with_error(place, error)
@@ -105,6 +107,7 @@ class Background:
             found = vars(dcp)["async_save"](state_dict, **{**given, **ours})
             # Newer stagers answer with two futures.
             self._save = getattr(found, "upload_completion", found), os.fspath(place)
+            self._process = os.getpid()
             return None
 
         return save

@@ -3,6 +3,7 @@ and load it by DCP's own reader where they name that."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import sys
@@ -425,6 +426,12 @@ def test_a_save_in_the_background_is_waited_for_by_what_relies_on_it(
             given["model"]["w"].fill_(-7)  # the state is copied
             assert begun.wait(60)
             assert not is_ours(Location.of(tmp_path / "new"))
+            (tmp_path / "of a child").mkdir()
+            if (child := os.fork()) == 0:  # as a worker of a data loader, which has no such thread
+                shutil.rmtree(tmp_path / "of a child")
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert not (tmp_path / "of a child").exists()
             threading.Timer(0.1, go.set).start()
             call()
             assert same(loaded(tmp_path / "new"), state(2.0))
