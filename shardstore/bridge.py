@@ -68,9 +68,10 @@ def use(checkpoint_config: Any) -> None:
 
 
 def _check(config: Any) -> None:
-    if config.ckpt_format != FORMAT:
+    found = getattr(config, "ckpt_format", None)
+    if found != FORMAT:
         raise ArgumentError(
-            f"checkpoint.ckpt_format={config.ckpt_format!r:.100} must be {FORMAT!r}: Megatron-"
+            f"checkpoint.ckpt_format={found!r:.100} must be {FORMAT!r}: Megatron-"
             "Bridge saves other formats without dist_checkpointing. The format on the disk is the "
             "one of shardstore.megatron.install"
         )

@@ -38,7 +38,11 @@ def install(storage_options: Mapping[str, Any] | None = None) -> None:
 
     Args:
         storage_options: options of an object store, see :func:`shardstore.save`.
+
+    Raises:
+        ArgumentError: the options are no mapping.
     """
+    Location.of(os.curdir, storage_options)  # refuses options of another type
     kind = _class()
     kind.storage_options = storage_options
     importlib.import_module(SEAM).FSDPCheckpointManager = kind  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 from collections import UserList
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -289,10 +289,11 @@ class StorageReader(Placed, DcpStorageReader):
         asked = set().union(*(plan.storage_data for plan in plans))
         return [replace(plan, storage_data=asked) for plan in plans]
 
-    def _compare_keys(self, plan: LoadPlan, stored: set[str]) -> None:
+    def _compare_keys(self, plan: LoadPlan, arrays: Iterable[str]) -> None:
         """Set the keys that do not match, and do what ``strict`` says."""
         if not StrictHandling.requires_explicit_ckpt_mismatch_check(self._strict):
             return
+        stored = {*arrays, *self._tensors, *self._values}
         self.unexpected_keys = {item.storage_index.fqn for item in plan.items} - stored
         all_ranks = StrictHandling.requires_global_app_metadata(self._strict)
         self.missing_keys = stored - plan.storage_data if all_ranks else set()
@@ -310,7 +311,7 @@ class StorageReader(Placed, DcpStorageReader):
         """
         assert self._stored is not None
         arrays, url = self._stored.arrays, self.checkpoint_id
-        self._compare_keys(plan, {*arrays, *self._tensors, *self._values})
+        self._compare_keys(plan, arrays)
         for path in empty_places(getattr(planner, "original_state_dict", {})):
             name = dotted(path)
             below = [key for key in (*arrays, *self._values) if key.startswith(f"{name}.")]

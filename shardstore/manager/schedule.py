@@ -137,6 +137,11 @@ class Notices:
         self.pending: str | None = None
         self._when = 0.0
         self._signals: list[int] = []
+        if isinstance(signals, str) or not isinstance(signals, Iterable):
+            raise ArgumentError(
+                f"save_on_signal={signals!r:.100} must be True, False or a list of signals, such "
+                "as [signal.SIGTERM]"
+            )
         for number in signals:
             try:
                 before = signal.getsignal(number)

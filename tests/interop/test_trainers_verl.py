@@ -61,7 +61,16 @@ def test_a_store_and_another_number_of_ranks(
 
 
 def test_the_module_does_not_import_verl(python: Path) -> None:
-    program = "import sys, shardstore.verl; assert 'verl' not in sys.modules"
+    program = (
+        "import sys, shardstore.verl\n"
+        "try:\n"
+        "    shardstore.verl.install(storage_options='x')\n"
+        "except ValueError as error:\n"
+        "    assert 'storage_options' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError\n"
+        "assert 'verl' not in sys.modules\n"
+    )
     subprocess.run([python, "-c", program], check=True, timeout=120)
 
 

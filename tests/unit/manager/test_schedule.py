@@ -94,6 +94,8 @@ def test_a_step_is_saved_if_any_rule_says_so(
         ({"interval": "continuous", "every": 5}, "leave out every="),
         ({"save_on_signal": [signal.SIGKILL]}, "save_on_signal: .*SIGKILL.* cannot be received"),
         ({"save_on_signal": ["SIGTERM"]}, "save_on_signal: 'SIGTERM' cannot be received"),
+        ({"save_on_signal": "TERM"}, "save_on_signal='TERM' must be True, False or a list"),
+        ({"save_on_signal": None}, "save_on_signal=None must be True, False or a list"),
         ({"keep_for": 3600}, "keep_for=3600 must be a timedelta"),
     ],
 )
