@@ -15,28 +15,25 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from shardstore.async_handle import exit_with_error
 
 
 class Background:
-    """Replaces ``dcp.save`` by ``dcp.async_save`` for calls that are ours.
+    """Saves by ``dcp.async_save``, one at a time.
 
-    Whatever could rely on a save waits for its end, and raises its error: the next save or load
-    through DCP, the deletion of a folder by ``shutil.rmtree``, which is how trainers delete older
-    checkpoints, and the end of the process group. The end of the program waits too; after an error
-    it prints it and exits with 1.
+    The next save waits for the last one and raises its error. The end of the program waits too;
+    after an error it prints it and exits with 1. In a program that has only ``dcp.save``
+    (:meth:`changes`), whatever else could rely on a save waits as well: the next load through DCP,
+    the deletion of a folder by ``shutil.rmtree``, which is how trainers delete older checkpoints,
+    and the end of the process group.
 
     The first save makes a process group of gloo for the messages of the saves, so that they do not
     mix with those of the program; every rank waits for it.
-
-    Args:
-        place_of: returns the place of a call's ``storage_writer`` and ``checkpoint_id``, ``None``
-            if the call is not ours.
     """
 
-    def __init__(self, place_of: Callable[[Any, Any], str | os.PathLike[str] | None]) -> None:
-        self._place_of = place_of
+    def __init__(self) -> None:
         self._save: tuple[Future[Any], str] | None = None
         self._groups: dict[Any, Any] = {}
         self._process = 0
@@ -60,9 +57,55 @@ class Background:
             if (error := future.exception()) is not None:
                 exit_with_error(place, error)
 
-    def changes(self) -> dict[tuple[Any, str], Any]:
-        """Return the new functions: (module, name) -> function."""
-        found: dict[tuple[Any, str], Any] = {(dcp, "save"): self._saving(vars(dcp)["save"])}
+    def start(
+        self,
+        state_dict: Any,
+        place: str | os.PathLike[str],
+        storage_writer: StorageWriter | None,
+        **given: Any,
+    ) -> None:
+        """Save to a place, and return when the state is copied. All ranks of the group call it.
+
+        Args:
+            storage_writer: ``None`` for the one that DCP chooses for the place.
+            **given: other arguments of ``dcp.async_save``.
+
+        Raises:
+            CheckpointException: the save before it failed.
+        """
+        self.finish()
+        given["process_group"] = self._group(given.get("process_group"))
+        found = vars(dcp)["async_save"](
+            state_dict,
+            # DCP's default stager takes no ShardedTensor of FSDP1.
+            **{**given, "async_stager": BlockingAsyncStager(), "checkpoint_id": place},
+            storage_writer=storage_writer,
+        )
+        # Newer stagers answer with two futures.
+        self._save = getattr(found, "upload_completion", found), os.fspath(place)
+        self._process = os.getpid()
+
+    def changes(
+        self, place_of: Callable[[Any, Any], str | os.PathLike[str] | None]
+    ) -> dict[tuple[Any, str], Any]:
+        """Return new functions for a program that calls ``dcp.save``: (module, name) -> function.
+
+        Args:
+            place_of: returns the place of a call's ``storage_writer`` and ``checkpoint_id``,
+                ``None`` if the call is not ours.
+        """
+        before = vars(dcp)["save"]
+
+        @wraps(before)
+        def save(state_dict: Any, **given: Any) -> Any:
+            storage = given.get("storage_writer"), given.get("checkpoint_id")
+            if (place := place_of(*storage)) is None or given.get("no_dist"):
+                self.finish()
+                return before(state_dict, **given)
+            self.start(state_dict, place, **{**given, "storage_writer": None})
+            return None
+
+        found: dict[tuple[Any, str], Any] = {(dcp, "save"): save}
         for module, name in (
             (shutil, "rmtree"),
             (dist, "destroy_process_group"),
@@ -92,22 +135,3 @@ class Background:
                 ranks, backend="gloo", use_local_synchronization=group is not None
             )
         return self._groups[group]
-
-    def _saving(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(before)
-        def save(state_dict: Any, **given: Any) -> Any:
-            self.finish()
-            place = self._place_of(given.get("storage_writer"), given.get("checkpoint_id"))
-            if place is None or given.get("no_dist"):
-                return before(state_dict, **given)
-            ours: dict[str, Any] = {"storage_writer": None, "checkpoint_id": place}
-            ours["process_group"] = self._group(given.get("process_group"))
-            # DCP's default stager takes no ShardedTensor of FSDP1.
-            ours["async_stager"] = BlockingAsyncStager()
-            found = vars(dcp)["async_save"](state_dict, **{**given, **ours})
-            # Newer stagers answer with two futures.
-            self._save = getattr(found, "upload_completion", found), os.fspath(place)
-            self._process = os.getpid()
-            return None
-
-        return save

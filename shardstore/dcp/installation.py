@@ -177,7 +177,7 @@ def install(
             return checkpoint_id or os.path.abspath(storage.path)
         return None if storage is not None else checkpoint_id or None
 
-    background = Background(place_of) if asynchronous else None
+    background = Background() if asynchronous else None
 
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
         if background is not None:
@@ -203,7 +203,7 @@ def install(
             (loader, "_storage_setup"): choose,
             (saver, "_ProcessBasedAsyncCheckpointExecutor"): InAProcess,
             **handing_on(new_reader),
-            **(background.changes() if background is not None else {}),
+            **(background.changes(place_of) if background is not None else {}),
         }
     )
     if background is not None:

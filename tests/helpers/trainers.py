@@ -12,9 +12,11 @@ import pytest
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
+from tests.helpers.megatron_releases import ENVIRONMENT
 from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "interop" / "trainers"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def run_torchrun(
     """Do what :func:`run` does, for a program that may fail."""
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return run_to_end(
-        [*command, ROOT / "tests" / "interop" / "trainers" / program, *arguments],
+        [*command, PROGRAMS / program, *arguments],
         env={
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
@@ -48,6 +50,15 @@ def run_torchrun(
             **environment,
         },
     )
+
+
+def for_bridge() -> dict[str, str]:
+    """Return the environment in which Megatron-Bridge 0.3.1 runs on the CPU; skip without one."""
+    core = ENVIRONMENT / "0.17.1"  # the newest Megatron-Core that it works with
+    if not core.is_dir():
+        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
+    paths = (PROGRAMS / "without_cuda", ROOT, core, ENVIRONMENT / "triton")
+    return {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONWARNINGS": "ignore"}
 
 
 def whole(place: str | Path, **options: Any) -> bool:

@@ -3,6 +3,7 @@ somewhere inside, by one line: torchtitan's checkpoint manager, Lightning's Fabr
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.programs import run_page
-from tests.helpers.trainers import run, whole
+from tests.helpers.trainers import for_bridge, run, whole
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
 SLOW = {"ray"}  # a cluster of Ray starts more slowly than a test may take
@@ -23,10 +24,19 @@ GUIDES = [
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_guide(python: Path, guide: Path, tmp_path: Path, s3_server: S3Server) -> None:
+def test_guide(
+    python: Path,
+    guide: Path,
+    tmp_path: Path,
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The programs that a trainer's page prints."""
-    store = {**s3_server.environment, "BUCKET": s3_server.new_bucket()}
-    run_page(guide.read_text(encoding="utf-8"), tmp_path, store, python=python)
+    own = for_bridge() if guide.stem == "megatron-bridge" else {}
+    for name, value in {**s3_server.environment, **own}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("BUCKET", s3_server.new_bucket())
+    run_page(guide.read_text(encoding="utf-8"), tmp_path, {}, python=python)
 
 
 @pytest.mark.long
@@ -75,11 +85,40 @@ def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path, how: dict[str
 
 
 @BOTH
+@pytest.mark.long
 def test_lightning_trainer_with_fsdp1(python: Path, tmp_path: Path, how: dict[str, str]) -> None:
-    run(python, "lightning_trainer_fsdp1.py", tmp_path, **how)
+    run(python, "lightning_trainer.py", "FSDP1", tmp_path, **how)
     for name, step in (("unbroken", 4), ("broken", 2), ("resumed", 4)):
         (place,) = (tmp_path / name).iterdir()  # its own retention removed the others
         assert place.name == f"step={step}.ckpt"
         assert whole(place)
         group = zarr.open_group(place, mode="r")
         assert group["optimizer_0.state.layers.0.weight.momentum_buffer"].shape == (10, 6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [{}, {"ASYNCHRONOUS": "1"}], ids=["foreground", "background"])
+@pytest.mark.parametrize("kind", ["Fabric", "FSDP1", "FSDP2"])
+def test_lightning_in_a_store(
+    python: Path, s3_server: S3Server, kind: str, how: dict[str, str]
+) -> None:
+    """Everything of a checkpoint is in the store, by our subclass of Lightning's strategy."""
+    options = s3_server.storage_options
+    url = f"s3://{s3_server.new_bucket()}/run"
+    how = {**how, "STORE_OPTIONS": json.dumps(options)}
+    if kind == "Fabric":
+        run(python, "lightning_fabric.py", url, **how)
+        run(python, "lightning_fabric.py", url, "resume", ranks=1, **how)
+        places = {".": "last.ckpt"}
+        key = "optimizer.state.0.weight.exp_avg"
+    else:
+        # ModelCheckpoint looks for its folder with the credentials of the environment.
+        run(python, "lightning_trainer.py", kind, url, **how, **s3_server.environment)
+        places = {"unbroken": "step=4.ckpt", "broken": "step=2.ckpt", "resumed": "step=4.ckpt"}
+        key = "optimizer_0.state.layers.0.weight.momentum_buffer"
+    for folder, name in places.items():
+        parent = Location.of(url if folder == "." else f"{url}/{folder}", options)
+        assert parent.listing() == [name]  # its own retention removed the others
+        assert whole(f"{parent.url}/{name}", **options)
+        stored = shardstore.open(f"{parent.url}/{name}", storage_options=options)
+        assert stored[key].shape == (10, 6)

@@ -14,23 +14,16 @@ import pytest
 from shardstore.bridge import NEWEST
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
-from tests.helpers.megatron_releases import ENVIRONMENT, ROOT
-from tests.helpers.trainers import run_torchrun, whole
+from tests.helpers.trainers import for_bridge, run_torchrun, whole
 
 PROGRAM = "bridge_manager.py"
-RELEASE = "0.17.1"
-"""Megatron-Core that Megatron-Bridge 0.3.1 works with."""
-
 pytestmark = pytest.mark.megatron
 
 
 def started(
     python: Path, *asked: dict[str, Any], ranks: int = 2, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    if not (ENVIRONMENT / RELEASE).is_dir():
-        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
-    paths = (ROOT, ENVIRONMENT / RELEASE, ENVIRONMENT / "triton")
-    settings = {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONWARNINGS": "ignore", **settings}
+    settings = {**for_bridge(), **settings}
     return run_torchrun(python, PROGRAM, *map(json.dumps, asked), ranks=ranks, **settings)
 
 

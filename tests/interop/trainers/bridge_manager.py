@@ -1,8 +1,7 @@
 """Megatron-Bridge's own saves and loads of a small GPT, through this package's manager.
 
-Bridge 0.3.1 and Megatron-Core are unmodified. Packages of Bridge that need CUDA (its models, its
-tokenizers, Transformer Engine, ModelOpt) are replaced by empty ones. What 0.3.1 lacks stands here
-as later releases have it: the option ``custom_manager_class``, the contexts and the call that makes
+``without_cuda`` on PYTHONPATH lets Bridge 0.3.1 run on the CPU. What 0.3.1 lacks stands here as
+later releases have it: the option ``custom_manager_class``, the contexts, and the call that makes
 the manager. Each argument is a run, as JSON::
 
     torchrun --nproc-per-node 2 bridge_manager.py '{"save": DIR, "load": DIR, "step": 2}' ...
@@ -17,75 +16,23 @@ import json
 import os
 import signal
 import sys
-import typing
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import gpt
+import megatron.core.distributed
+import megatron.core.optimizer
 import torch
 import torch.distributed as dist
-import typing_extensions
 import yaml
+from megatron.bridge.training import config, state
+from megatron.bridge.utils import instantiate_utils
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
-import gpt
-
-# Megatron-Core's wheel is for Python 3.12.
-typing.override = typing_extensions.override
-
-import megatron.core.distributed  # noqa: E402
-import megatron.core.optimizer  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace  # noqa: E402
-from megatron.core.num_microbatches_calculator import (  # noqa: E402
-    init_num_microbatches_calculator,
-)
-
-EMPTY = (
-    "transformer_engine",
-    "modelopt",
-    "megatron.bridge.data",
-    "megatron.bridge.models",
-    "megatron.bridge.peft",
-    "megatron.bridge.training.tokenizers",
-)
-
-
-class Anything(type):
-    """A class that has every attribute."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything(name, (), {"__init__": lambda self, *args, **kwargs: None})
-
-
-class Empty(MetaPathFinder, Loader):
-    """Finds the packages of :data:`EMPTY`, in which every name is a class that does nothing."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        below = any(f"{name}.".startswith(f"{empty}.") for empty in EMPTY)
-        return ModuleSpec(name, self, is_package=True) if below else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        def attribute(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            if name.startswith("save_"):  # ModelOpt's functions
-                return lambda *args, **kwargs: None
-            return getattr(Anything("Empty", (), {}), name)
-
-        module.__getattr__ = attribute  # type: ignore[method-assign]
-
-
-sys.meta_path.insert(0, Empty())
-
-from megatron.bridge.training import config, state  # noqa: E402
-from megatron.bridge.utils import instantiate_utils  # noqa: E402
-
-import shardstore.bridge  # noqa: E402
+import shardstore.bridge
 
 ALLOWED: list[str] = []
 instantiate_utils.register_allowed_target_prefix = ALLOWED.append
@@ -227,23 +174,18 @@ def one_run(asked: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """All runs, one after another."""
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        torch.cuda.get_rng_state = torch.get_rng_state
-        torch.cuda.current_device = lambda: torch.device("cpu")
-        torch.cuda.synchronize = lambda device=None: None
     dist.init_process_group("gloo")
     init_num_microbatches_calculator(dist.get_rank(), None, 4, 1, 1)
-    with gpt.OnCpu():
-        for asked in map(json.loads, sys.argv[1:]):
-            answer: dict[str, Any]
-            try:
-                answer = one_run(asked)
-            except Exception as error:
-                if asked.get("expect", "no error") not in str(error):
-                    raise
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            if dist.get_rank() == 0:
-                os.write(1, f"{json.dumps(answer)}\n".encode())
+    for asked in map(json.loads, sys.argv[1:]):
+        answer: dict[str, Any]
+        try:
+            answer = one_run(asked)
+        except Exception as error:
+            if asked.get("expect", "no error") not in str(error):
+                raise
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        if dist.get_rank() == 0:
+            os.write(1, f"{json.dumps(answer)}\n".encode())
     dist.destroy_process_group()
 
 

@@ -1,13 +1,16 @@
 """Lightning's Fabric with FSDP2: saves and loads a model, an optimizer and a step.
 
-torchrun --nproc-per-node=2 lightning_fabric.py FOLDER
+torchrun --nproc-per-node=2 lightning_fabric.py PLACE [resume]
+
+With the variable STORE_OPTIONS, which may be empty, by a strategy of ``shardstore.lightning``, and
+else by Lightning's own over ``install``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 import shardstore.dcp
+import shardstore.lightning
 
 
 def parallelize(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
@@ -46,12 +50,28 @@ def parts(model: Any) -> list[torch.Tensor]:
 
 def main() -> None:
     """Save twice to one place, resume from it, and go on as the unbroken run does."""
-    place = Path(sys.argv[1]) / "last.ckpt"
-    shardstore.dcp.install(asynchronous="ASYNCHRONOUS" in os.environ)
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    place = f"{sys.argv[1]}/last.ckpt"
+    how: dict[str, Any] = {"asynchronous": "ASYNCHRONOUS" in os.environ}
+    kind: Any = ModelParallelStrategy
+    if "STORE_OPTIONS" in os.environ:
+        kind = shardstore.lightning.with_storage(kind)
+        how["storage_options"] = json.loads(os.environ["STORE_OPTIONS"] or "{}")
+    else:
+        shardstore.dcp.install(**how)
+        how = {}
+    ranks = int(os.environ["WORLD_SIZE"])
+    strategy = kind(parallelize, data_parallel_size=ranks, tensor_parallel_size=1, **how)
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
     fabric.launch()
     model, optimizer = made(fabric, 0)
+    if sys.argv[2:] == ["resume"]:
+        state = {"model": model, "optimizer": optimizer, "step": -1}
+        assert fabric.load(place, state) == {}
+        assert state["step"] == 2
+        stored = shardstore.open(place, storage_options=how["storage_options"])
+        for name, one in model.state_dict().items():
+            assert torch.equal(one.full_tensor(), torch.from_numpy(stored[f"model.{name}"][...]))
+        return
     for number in (1, 2):
         step(fabric, model, optimizer, number)
         fabric.save(place, {"model": model, "optimizer": optimizer, "step": number})

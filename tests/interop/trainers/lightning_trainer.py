@@ -1,29 +1,32 @@
-"""Lightning's Trainer with its older strategy, FSDP1: a run that is resumed from a checkpoint ends
-as the unbroken one does.
+"""Lightning's Trainer with FSDP1 or FSDP2: a run that is resumed from a checkpoint ends as the
+unbroken one does.
 
-torchrun --nproc-per-node=2 lightning_trainer_fsdp1.py FOLDER
+torchrun --nproc-per-node=2 lightning_trainer.py FSDP1|FSDP2 FOLDER
 
-On the CPU, with what lightning_fsdp1.py says of it: a subclass of the strategy, and layers that
-the module wraps itself.
+With the variable STORE_OPTIONS, which may be empty, by a strategy of ``shardstore.lightning``, and
+else by Lightning's own over ``install``. On the CPU, with what lightning_fsdp1.py says of FSDP1: a
+subclass of the strategy, and layers that the module wraps itself.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 import shardstore.dcp
+import shardstore.lightning
 
 STEPS = 4
+KIND, FOLDER = sys.argv[1:]
 
 
 class OnCpu(FSDPStrategy):
@@ -35,7 +38,13 @@ class Module(LightningModule):
 
     def configure_model(self) -> None:
         """The layers, wrapped for the CPU."""
+        if hasattr(self, "layers"):
+            return
         layers = [torch.nn.Linear(6, 10), torch.nn.Linear(10, 3)]
+        if KIND == "FSDP2":
+            self.layers = torch.nn.Sequential(*layers)
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+            return
         cpu = torch.device("cpu")
         wrapped = (
             FullyShardedDataParallel(layer, use_orig_params=True, device_id=cpu) for layer in layers
@@ -58,13 +67,26 @@ class Module(LightningModule):
         }
 
 
-def fitted(seed: int, folder: Path, stop: int, resume: Path | None) -> tuple[Trainer, Module]:
+def made() -> Any:
+    """A strategy."""
+    kind, options = {
+        "FSDP1": (OnCpu, {"state_dict_type": "sharded"}),
+        "FSDP2": (ModelParallelStrategy, {"data_parallel_size": 2, "tensor_parallel_size": 1}),
+    }[KIND]
+    if "STORE_OPTIONS" in os.environ:
+        kind = shardstore.lightning.with_storage(kind)
+        options["storage_options"] = json.loads(os.environ["STORE_OPTIONS"] or "{}")
+        options["asynchronous"] = "ASYNCHRONOUS" in os.environ
+    return kind(**options)
+
+
+def fitted(seed: int, folder: str, stop: int, resume: str | None) -> tuple[Trainer, Module]:
     """A module after so many steps of training, one an epoch; the last of them stays saved."""
     callback = ModelCheckpoint(folder, "{step}", save_top_k=1, every_n_epochs=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=OnCpu(state_dict_type="sharded"),
+        strategy=made(),
         max_epochs=stop,
         callbacks=[callback],
         logger=False,
@@ -91,12 +113,11 @@ def parts(trainer: Trainer, module: Module) -> list[torch.Tensor]:
 
 def main() -> None:
     """Train without a break, and again from the second step."""
-    folder = Path(sys.argv[1])
-    shardstore.dcp.install(asynchronous="ASYNCHRONOUS" in os.environ)
-    unbroken = parts(*fitted(0, folder / "unbroken", STEPS, None))
-    fitted(0, folder / "broken", 2, None)
-    resume = folder / "broken" / "step=2.ckpt"
-    resumed = parts(*fitted(1, folder / "resumed", STEPS, resume))
+    if "STORE_OPTIONS" not in os.environ:
+        shardstore.dcp.install(asynchronous="ASYNCHRONOUS" in os.environ)
+    unbroken = parts(*fitted(0, f"{FOLDER}/unbroken", STEPS, None))
+    fitted(0, f"{FOLDER}/broken", 2, None)
+    resumed = parts(*fitted(1, f"{FOLDER}/resumed", STEPS, f"{FOLDER}/broken/step=2.ckpt"))
     for a, b in zip(unbroken, resumed, strict=True):
         assert torch.equal(a, b), (a, b)
 
