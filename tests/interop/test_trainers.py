@@ -56,15 +56,10 @@ def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
     assert group["0.weight"].shape == (10, 6)
 
 
-BOTH = pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param({}, id="foreground", marks=pytest.mark.long),
-        pytest.param({"ASYNCHRONOUS": "1"}, id="background"),
-    ],
-)
+BOTH = pytest.mark.parametrize("how", [{}, {"ASYNCHRONOUS": "1"}], ids=["foreground", "background"])
 
 
+@pytest.mark.long
 @BOTH
 def test_lightning_fabric(python: Path, tmp_path: Path, how: dict[str, str]) -> None:
     run(python, "lightning_fabric.py", tmp_path, **how)
@@ -73,8 +68,8 @@ def test_lightning_fabric(python: Path, tmp_path: Path, how: dict[str, str]) -> 
     assert zarr.open_group(place, mode="r")["model.0.weight"].shape == (10, 6)
 
 
-@BOTH
 @pytest.mark.long
+@BOTH
 def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path, how: dict[str, str]) -> None:
     run(python, "lightning_fsdp1.py", tmp_path, **how)
     place = tmp_path / "last.ckpt"
@@ -84,8 +79,8 @@ def test_lightning_fabric_with_fsdp1(python: Path, tmp_path: Path, how: dict[str
     assert not list(place.glob("*.distcp"))
 
 
-@BOTH
 @pytest.mark.long
+@BOTH
 def test_lightning_trainer_with_fsdp1(python: Path, tmp_path: Path, how: dict[str, str]) -> None:
     run(python, "lightning_trainer.py", "FSDP1", tmp_path, **how)
     for name, step in (("unbroken", 4), ("broken", 2), ("resumed", 4)):
@@ -97,7 +92,7 @@ def test_lightning_trainer_with_fsdp1(python: Path, tmp_path: Path, how: dict[st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [{}, {"ASYNCHRONOUS": "1"}], ids=["foreground", "background"])
+@BOTH
 @pytest.mark.parametrize("kind", ["Fabric", "FSDP1", "FSDP2"])
 def test_lightning_in_a_store(
     python: Path, s3_server: S3Server, kind: str, how: dict[str, str]

@@ -41,6 +41,7 @@ def unbroken(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     return losses(folder)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_ranks(
     python: Path, tmp_path: Path, unbroken: dict[int, float]
 ) -> None:

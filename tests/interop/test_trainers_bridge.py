@@ -36,19 +36,14 @@ def runs(
     return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"async_save": True}, id="background"),
+        pytest.param({"async_save": True, "use_persistent_ckpt_worker": False}, id="no worker"),
         pytest.param(
-            {"async_save": True, "use_persistent_ckpt_worker": False},
-            id="no worker",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"ckpt_assume_constant_structure": True, "fully_parallel_load": True},
-            id="foreground",
-            marks=pytest.mark.long,
+            {"ckpt_assume_constant_structure": True, "fully_parallel_load": True}, id="foreground"
         ),
     ],
 )

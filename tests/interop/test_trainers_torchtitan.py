@@ -87,7 +87,8 @@ def test_a_killed_run_resumes_with_the_same_losses(
         assert whole(manager.url(step), **(options or {}))
 
 
-@pytest.mark.parametrize("layout", ["tp", pytest.param("none", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tp", "none"])
 def test_a_run_resumes_on_another_mesh(
     python: Path, unbroken: dict[bool, list[float]], tmp_path: Path, layout: str
 ) -> None:
@@ -121,6 +122,7 @@ def test_stages_of_a_pipeline_are_saved_and_joined(python: Path, tmp_path: Path)
     assert (joined["from"], joined["weight"]) == (2, trained["trained"])
 
 
+@pytest.mark.long
 def test_options(python: Path, tmp_path: Path) -> None:
     """``load_only``, ``initial_load_path``, ``exclude_from_loading``, ``load_step``, and the errors
     of wrong input, on every rank."""

@@ -45,6 +45,7 @@ def test_a_run_goes_on_where_it_was(python: Path, tmp_path: Path) -> None:
     assert same == drawn  # the random states of both ranks too
 
 
+@pytest.mark.long
 def test_a_store_and_another_number_of_ranks(
     python: Path, tmp_path: Path, s3_server: S3Server
 ) -> None:
@@ -90,7 +91,8 @@ def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
     subprocess.run([python, "-c", program], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("version", ["0.15.3", pytest.param("0.19.2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["0.15.3", "0.19.2"])
 def test_the_functions_of_the_megatron_engine(python: Path, tmp_path: Path, version: str) -> None:
     megatron = ROOT / ".envs" / "megatron"
     if not (megatron / version).is_dir():
