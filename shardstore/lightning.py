@@ -96,7 +96,7 @@ class _Stored(_Strategy):  # type: ignore[misc]
                 tensors[META] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
         Ranks.current().step(f"pickling {META} for {place.url}", pickled)
-        writer = StorageWriter(place.place, overwrite=True)
+        writer = StorageWriter(place.url, overwrite=True, storage_options=place.options)
         if self._is_asynchronous:
             self._background.start(tensors, place.url, writer)
         else:
@@ -119,7 +119,8 @@ class _Stored(_Strategy):  # type: ignore[misc]
         if data is None:
             return None
         state, mode = _states(members), "raise_unexpected" if strict else "log_unexpected"
-        vars(dcp)["load"](state, storage_reader=StorageReader(place.place, strict=mode))
+        reader = StorageReader(place.url, strict=mode, storage_options=place.options)
+        vars(dcp)["load"](state, storage_reader=reader)
         model, options = _model_of(members), of_torch.StateDictOptions(strict=strict)
         for key, one in members.items():
             if one is model:
