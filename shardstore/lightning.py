@@ -14,18 +14,19 @@ Lightning is not imported with this module. The classes override ``save_checkpoi
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as of_torch
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dcp.background import Background
+from shardstore.dcp.installation import Place
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.storage.commit.identity import is_checkpoint
@@ -34,7 +35,6 @@ from shardstore.storage.stores.location import Location
 
 META = "meta.pt"
 """Key of what is no tensor: the bytes that Lightning writes to a file of this name."""
-Path = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
 _Strategy: Any = object  # the next class is Lightning's
 
@@ -52,8 +52,8 @@ def with_storage(strategy: type[Any]) -> type[Any]:
     Raises:
         ArgumentError: the class is no such strategy.
     """
-    names = {one.__name__ for one in getattr(strategy, "__mro__", ())}
-    if not names & {"FSDPStrategy", "ModelParallelStrategy"}:
+    names = [one.__name__ for one in getattr(strategy, "__mro__", ())]
+    if not {"FSDPStrategy", "ModelParallelStrategy"}.intersection(names):
         raise ArgumentError(
             f"with_storage({strategy!r}): give Lightning's class FSDPStrategy or "
             "ModelParallelStrategy, or a subclass of one"
@@ -66,11 +66,7 @@ class _Stored(_Strategy):  # type: ignore[misc]
     """What the strategies of Fabric and of the Trainer share."""
 
     def __init__(
-        self,
-        *args: Any,
-        storage_options: Options = None,
-        asynchronous: bool = False,
-        **kwargs: Any,
+        self, *args: Any, storage_options: Options = None, asynchronous: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         require_bool("asynchronous", asynchronous)
@@ -80,11 +76,10 @@ class _Stored(_Strategy):  # type: ignore[misc]
                 "shardstore.lightning saves sharded checkpoints: set state_dict_type='sharded' "
                 "(FSDPStrategy) or save_distributed_checkpoint=True (ModelParallelStrategy)"
             )
-        self._storage_options = storage_options
-        self._is_asynchronous = asynchronous
+        self._storage_options, self._is_asynchronous = storage_options, asynchronous
         self._background = Background()
 
-    def _place(self, path: Path, storage_options: Options = None) -> Location:
+    def _place(self, path: Place, storage_options: Options = None) -> Location:
         """Return the place that rank 0 gives, after the end of the last save."""
         self._background.finish()
         return Location.of(self.broadcast(path), storage_options or self._storage_options)
@@ -100,7 +95,7 @@ class _Stored(_Strategy):  # type: ignore[misc]
         if self._is_asynchronous:
             self._background.start(tensors, place.url, writer)
         else:
-            vars(dcp)["save"](tensors, storage_writer=writer)
+            save_dcp(tensors, storage_writer=writer)
 
     def _read(
         self, place: Location, members: Mapping[str, Any], strict: bool, weights_only: bool | None
@@ -109,26 +104,25 @@ class _Stored(_Strategy):  # type: ignore[misc]
         that Lightning wrote."""
 
         def meta() -> bytes | None:
-            if place.is_local and not is_checkpoint(place):
+            is_ours = not place.is_local or is_checkpoint(place)
+            checkpoint: Any = shardstore.open(place.place) if is_ours else {}
+            if place.is_local and META not in checkpoint:
                 return None
-            checkpoint = shardstore.open(place.place)
-            has_meta = META in checkpoint or not place.is_local
-            return np.asarray(checkpoint[META][...]).tobytes() if has_meta else None
+            return np.asarray(checkpoint[META][...]).tobytes()
 
         data, _ = Ranks.current().step(f"reading {META} of {place.url}", meta)
         if data is None:
             return None
         state, mode = _states(members), "raise_unexpected" if strict else "log_unexpected"
         reader = StorageReader(place.url, strict=mode, storage_options=place.options)
-        vars(dcp)["load"](state, storage_reader=reader)
+        load_dcp(state, storage_reader=reader)
         model, options = _model_of(members), of_torch.StateDictOptions(strict=strict)
         for key, one in members.items():
             if one is model:
-                of_torch.set_model_state_dict(model, state[key], options=options)
+                of_torch.set_model_state_dict(one, state[key], options=options)
             else:
                 of_torch.set_optimizer_state_dict(model, one, state[key], options=options)
-        found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=weights_only)
-        return found
+        return dict(torch.load(io.BytesIO(data), weights_only=weights_only))
 
 
 def _parts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -142,8 +136,8 @@ def _model_of(members: Mapping[str, Any]) -> torch.nn.Module:
     models = [one for one in members.values() if isinstance(one, torch.nn.Module)]
     if len(models) != 1:
         raise ArgumentError(
-            f"a state must have one model, and its optimizers; among {sorted(members)} there are "
-            f"{len(models)}: save and load each model with its optimizers in a place of its own"
+            f"a state must have one model and its optimizers, not {sorted(members)}: save and load "
+            "each model in a place of its own"
         )
     return models[0]
 
@@ -163,7 +157,7 @@ class _OfFabric(_Stored):
     """A strategy of Fabric. Every rank calls each method."""
 
     def save_checkpoint(
-        self, path: Path, state: Any, storage_options: Options = None, filter: Any = None
+        self, path: Place, state: Any, storage_options: Options = None, filter: Any = None
     ) -> None:
         """Save a state to a folder or URL."""
         if filter is not None:
@@ -173,7 +167,7 @@ class _OfFabric(_Stored):
         self._write(self._place(path, storage_options), _states(members), rest)
 
     def load_checkpoint(
-        self, path: Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: Place, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a state in place from a folder or URL; return what it did not ask for."""
         place, found = self._place(path), None
@@ -181,14 +175,10 @@ class _OfFabric(_Stored):
             members, rest = _parts(state)
             found = self._read(place, members, strict, weights_only)
         if found is None:
-            theirs: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return theirs
+            return dict(super().load_checkpoint(path, state, strict, weights_only))
         if strict and (missing := sorted(set(rest) - set(found))):
-            raise MissingKeyError(
-                f"{place.url} has no {missing[0]!r}; load with strict=False, or without this key",
-                key=missing[0],
-                url=place.url,
-            )
+            what = f" has no {missing[0]!r}; load with strict=False, or without this key"
+            raise place.error(what, MissingKeyError)
         state.update({key: found.pop(key) for key in rest if key in found})
         return found
 
@@ -197,7 +187,7 @@ class _OfTrainer(_Stored):
     """A strategy of the Trainer. Every rank calls each method."""
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Path, storage_options: Options = None
+        self, checkpoint: dict[str, Any], filepath: Place, storage_options: Options = None
     ) -> None:
         """Save what the Trainer collected to a folder or URL."""
         optimizers = enumerate(checkpoint.pop("optimizer_states", ()))
@@ -206,18 +196,18 @@ class _OfTrainer(_Stored):
         self._write(self._place(filepath, storage_options), tensors, checkpoint)
 
     def load_checkpoint(
-        self, checkpoint_path: Path, weights_only: bool | None = None
+        self, checkpoint_path: Place, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load model and optimizers in place from a folder or URL; return the rest."""
         members = {"model": self.model}
         members |= {f"optimizer_{i}": one for i, one in enumerate(self.optimizers)}
         strict = self.lightning_module.strict_loading
         found = self._read(self._place(checkpoint_path), members, strict, weights_only)
-        if found is None:
-            found = super().load_checkpoint(checkpoint_path, weights_only)
-        return found
+        if found is not None:
+            return found
+        return dict(super().load_checkpoint(checkpoint_path, weights_only))
 
-    def remove_checkpoint(self, filepath: Path) -> None:
+    def remove_checkpoint(self, filepath: Place) -> None:
         """Delete a checkpoint after the end of the last save."""
         place = self._place(filepath)
         if not is_checkpoint(place):

@@ -119,3 +119,8 @@ def test_lightning_in_a_store(
         assert whole(f"{parent.url}/{name}", **options)
         stored = shardstore.open(f"{parent.url}/{name}", storage_options=options)
         assert stored[key].shape == (10, 6)
+
+
+@pytest.mark.long
+def test_what_a_strategy_of_lightning_refuses(python: Path, tmp_path: Path) -> None:
+    run(python, "lightning_errors.py", tmp_path, ranks=1)
