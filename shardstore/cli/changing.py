@@ -123,11 +123,10 @@ def rm(
         if not typer.confirm(clean(f"Remove {what}?")):
             raise opt.UsageProblem("nothing was removed")
     delete_checkpoint(location)
-    left = location.listing()
-    others = [f"left other files: {', '.join(left[:8])}"] if left else []
-    answer(
-        as_json, {"url": location.url, "removed": True, "left": left}, f"removed {what}", *others
-    )
+    lines = [f"removed {what}"]
+    if left := location.listing():
+        lines.append(f"left other files: {', '.join(left[:8])}")
+    answer(as_json, {"url": location.url, "removed": True, "left": left}, *lines)
 
 
 COMMANDS = (convert, gc, rm)

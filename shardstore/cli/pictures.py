@@ -131,8 +131,7 @@ def report(
     manifest, _ = ckpt.manifest_or_damage()
     arrays = sorted(ckpt.values(), key=lambda array: (-array.nbytes, array.key))
     wanted = opt.readable(arrays) if values else []
-    read = measure(wanted, budget_bytes=budget, progress=progress)
-    statistics, damage = read
+    statistics, damage = measure(wanted, budget_bytes=budget, progress=progress)
     drawn = {array.key for array in arrays[:MAX_PICTURED]}
     findings.sort(key=lambda finding: (finding.severity, finding.path))
     wrong = {(finding.key, finding.chunk) for finding in findings if finding.severity == "damage"}
@@ -350,12 +349,11 @@ def _histogram(array: StoredArray, statistics: Statistics, **options: int) -> Pi
 
     counts, edges = histogram(array, statistics, BINS, **options)
     step, most = WIDE / len(counts), max(1, counts.max())
-    # Square roots keep small counts visible.
-    heights = [math.sqrt(count / most) * HIGH for count in counts]
     shapes = []
-    for i, high in enumerate(heights):
-        if high:
-            title = f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]}"
+    for i, count in enumerate(counts):
+        if count:
+            high = math.sqrt(count / most) * HIGH  # square roots keep small counts visible
+            title = f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {count}"
             shapes.append(_rect((i * step, HIGH - high, step, high), COLOR, title))
     caption = f"values from {edges[0]:.4g} to {edges[-1]:.4g} (heights: square root of counts)"
     return "".join(shapes), caption, HIGH
