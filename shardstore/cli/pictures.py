@@ -118,8 +118,7 @@ def report(
             if meta.key in drawn:
                 pictures["layout"] = _layout(meta, manifest, wrong)
                 if found is not None:
-                    array = ckpt[meta.key]
-                    pictures["histogram"] = _histogram(array, found, budget_bytes=budget)
+                    pictures["histogram"] = _histogram(ckpt[meta.key], found, budget_bytes=budget)
             inside.insert(0, _array(name, meta, pictures, found, damage.get(meta.key, ())))
         if not node.below:
             return inside[0]

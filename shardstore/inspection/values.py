@@ -308,8 +308,7 @@ def compare(
 
     def work(array: StoredArray, box: Box) -> tuple[int, Sums, Sums]:
         mine, other = (one[*box.slices, ...] for one in (array, right[array.key]))
-        size = mine.nbytes + other.nbytes
-        return size, sums_of(blocks(mine)), sums_of(_deltas(mine, other))
+        return mine.nbytes + other.nbytes, sums_of(blocks(mine)), sums_of(_deltas(mine, other))
 
     parts, damage = stream(
         [left[key] for key in suspects],
