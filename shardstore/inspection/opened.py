@@ -278,7 +278,6 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """A summary of the checkpoint as JSON: format, writer, sizes, metadata."""
         stored, root, metas = self.stored, self.stored.root, self.metas.values()
         manifest, damaged = self.manifest_or_damage()
-        ranks = set() if manifest is None else set(manifest.rank.tolist())
         by_dtype = Counter[str]()
         for meta in metas:
             by_dtype[meta.dtype] += array_bytes(meta)
@@ -302,7 +301,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             "chunks": sum(meta.grid.size for meta in metas),
             "array_documents": root is None or root.array_documents,
             "stored_bytes": None if manifest is None else int(manifest.stored.sum()),
-            "writers": len(ranks) or None,
+            "writers": None if manifest is None else len(set(manifest.rank.tolist())) or None,
             "manifest_damage": damaged,
         }
 
@@ -411,11 +410,9 @@ class StoredArray:
         """
         from shardstore.storage.movers.tensorstore_reader import open_array
 
-        checkpoint = self.checkpoint
-        meta = checkpoint._as_written(self.meta) if checkpoint.is_foreign else self.meta
-        return open_array(
-            checkpoint.stored.location, meta, write=False, fill_missing=checkpoint.is_foreign
-        )
+        location, is_foreign = self.checkpoint.stored.location, self.checkpoint.is_foreign
+        meta = self.checkpoint._as_written(self.meta) if is_foreign else self.meta
+        return open_array(location, meta, write=False, fill_missing=is_foreign)
 
     @property
     def zarr(self) -> zarr.Array[Any]:
@@ -436,9 +433,8 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError(
-                f"the values of {self.key!r} are in a store and must be copied; omit copy=False"
-            )
+            text = f"the values of {self.key!r} are in a store and must be copied; omit copy=False"
+            raise ValueError(text)
         values: NDArray[Any] = self[...]
         return values if dtype is None else values.astype(dtype, copy=False)
 
