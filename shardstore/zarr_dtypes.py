@@ -48,17 +48,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
-    """Base of these data types. A subclass sets the scalar type."""
+    """Base of these data types.
+
+    Args:
+        scalar: scalar type of a subclass.
+        numbers_agree: whether every reader converts a fill value given as a number to the same
+            bits.
+    """
 
     _scalar: ClassVar[type[np.generic]]
-    _has_infinity: ClassVar[bool]
-    # Whether every reader converts a fill value given as a number to the same bits.
-    _numbers_agree: ClassVar[bool] = True
+    _numbers_agree: ClassVar[bool]
 
-    def __init_subclass__(cls) -> None:
-        cls.dtype_cls = type(np.dtype(cls._scalar))
-        cls._zarr_v3_name = cls._scalar.__name__
-        cls._has_infinity = math.isinf(np.dtype(cls._scalar).type(math.inf))
+    def __init_subclass__(cls, scalar: type[np.generic], numbers_agree: bool = True) -> None:
+        cls._scalar, cls._numbers_agree = scalar, numbers_agree
+        cls.dtype_cls = type(np.dtype(scalar))
+        cls._zarr_v3_name = scalar.__name__
 
     @property
     def item_size(self) -> int:
@@ -191,12 +195,13 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     def _from_text(self, text: str, zarr_format: ZarrFormat = 3) -> float | np.generic:
         digits = 2 * self.item_size
-        if text == "NaN" or (text in ("Infinity", "-Infinity") and self._has_infinity):
+        has_infinity = math.isinf(np.dtype(self._scalar).type(math.inf))
+        if text == "NaN" or (text in ("Infinity", "-Infinity") and has_infinity):
             return float(text)
         # TensorStore reads "0x7f" in Zarr v2 as the number 127.
         if zarr_format == 3 and re.fullmatch(f"0x0*[0-9a-fA-F]{{1,{digits}}}", text):
             return self._from_bits(int(text, 16))
-        infinities = ', "Infinity", "-Infinity"' if self._has_infinity else " (no infinities)"
+        infinities = ', "Infinity", "-Infinity"' if has_infinity else " (no infinities)"
         raise ValueError(
             f'{text!r} is not a {self._zarr_v3_name} value: expected a number, "NaN"{infinities}, '
             f'or {digits} hexadecimal digits after "0x" (not in Zarr v2)'
@@ -204,44 +209,31 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BFloat16(_MLFloat, HasEndianness):
+class BFloat16(_MLFloat, HasEndianness, scalar=ml_dtypes.bfloat16):
     """``bfloat16``: 1 sign, 8 exponent, 7 mantissa bits. The other types here are single bytes."""
 
-    _scalar = ml_dtypes.bfloat16
 
-
-class Float8E4M3FN(_MLFloat):
+class Float8E4M3FN(_MLFloat, scalar=ml_dtypes.float8_e4m3fn):
     """``float8_e4m3fn``: 1 sign, 4 exponent, 3 mantissa bits; no infinities."""
 
-    _scalar = ml_dtypes.float8_e4m3fn
 
-
-class Float8E5M2(_MLFloat):
+class Float8E5M2(_MLFloat, scalar=ml_dtypes.float8_e5m2):
     """``float8_e5m2``: 1 sign, 5 exponent, 2 mantissa bits."""
 
-    _scalar = ml_dtypes.float8_e5m2
 
-
-class Float8E4M3FNUZ(_MLFloat):
+class Float8E4M3FNUZ(_MLFloat, scalar=ml_dtypes.float8_e4m3fnuz):
     """``float8_e4m3fnuz``: 1 sign, 4 exponent, 3 mantissa bits; no infinities, no -0, one NaN."""
 
-    _scalar = ml_dtypes.float8_e4m3fnuz
 
-
-class Float8E5M2FNUZ(_MLFloat):
+class Float8E5M2FNUZ(_MLFloat, scalar=ml_dtypes.float8_e5m2fnuz):
     """``float8_e5m2fnuz``: 1 sign, 5 exponent, 2 mantissa bits; no infinities, no -0, one NaN."""
 
-    _scalar = ml_dtypes.float8_e5m2fnuz
 
-
-class Float8E8M0FNU(_MLFloat):
+class Float8E8M0FNU(_MLFloat, scalar=ml_dtypes.float8_e8m0fnu, numbers_agree=False):
     """``float8_e8m0fnu``: powers of two from 2**-127 to 2**127 and NaN; no sign, no zero.
 
     The fill value 0, the default of TensorStore, means the bits 0x00, as in TensorStore.
     """
-
-    _scalar = ml_dtypes.float8_e8m0fnu
-    _numbers_agree = False
 
 
 DATA_TYPES: tuple[type[_MLFloat], ...] = tuple(_MLFloat.__subclasses__())

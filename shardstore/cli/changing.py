@@ -76,9 +76,8 @@ def gc(
 
     (location,) = opt.locate(storage_option, root)
     if location.is_local and not location.is_dir():
-        raise opt.UsageProblem(
-            f"{location.url} is not a folder; give the folder that holds the checkpoints"
-        )
+        text = " is not a folder; give the folder that holds the checkpoints"
+        raise location.error(text, opt.UsageProblem)
     found = sweep(location, dry_run=not delete, older_than=timedelta(hours=older_than))
     size = sum(leftover.stored_bytes for leftover in found)
     total = f"no remains of dead saves below {location.url}"
@@ -123,11 +122,10 @@ def rm(
         if not typer.confirm(clean(f"Remove {what}?")):
             raise opt.UsageProblem("nothing was removed")
     delete_checkpoint(location)
-    left = location.listing()
-    others = [f"left other files: {', '.join(left[:8])}"] if left else []
-    answer(
-        as_json, {"url": location.url, "removed": True, "left": left}, f"removed {what}", *others
-    )
+    lines = [f"removed {what}"]
+    if left := location.listing():
+        lines.append(f"left other files: {', '.join(left[:8])}")
+    answer(as_json, {"url": location.url, "removed": True, "left": left}, *lines)
 
 
 COMMANDS = (convert, gc, rm)

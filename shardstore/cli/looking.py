@@ -154,9 +154,8 @@ def _entry(meta: ArrayMeta) -> dict[str, Any]:
 def summary(found: Mapping[str, Any]) -> list[list[str]]:
     """Return :attr:`OpenCheckpoint.info` as rows of name and text, without empty values."""
     commit, config = found["commit"] or {}, found["backend"] or {}
-    by_dtype = ", ".join(
-        f"{name} {human_bytes(size)}" for name, size in found["bytes_by_dtype"].items()
-    )
+    sizes = found["bytes_by_dtype"].items()
+    by_dtype = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes)
     backend = f"{config.get('sharded_backend')!r} {config.get('sharded_backend_version')}"
     world = commit.get("world_size")
     ranks = f"{counted(world, 'rank')}, " if isinstance(world, int) else ""
@@ -203,16 +202,10 @@ def stats(
     budget = opt.parse_size(memory)
     arrays = opt.readable(opt.choose(ckpt, keys))
     found, damage = measure(arrays, budget_bytes=budget, progress=opt.bar(as_json))
-    entries = [
-        {
-            "key": array.key,
-            "dtype": array.meta.dtype,
-            "shape": array.shape,
-            **asdict(found[array.key]),
-            "damage": damage.get(array.key, []),
-        }
-        for array in arrays
-    ]
+    entries = []
+    for array in arrays:
+        about = {"key": array.key, "dtype": array.meta.dtype, "shape": array.shape}
+        entries.append({**about, **asdict(found[array.key]), "damage": damage.get(array.key, [])})
     if as_json:
         emit({"url": ckpt.url, "arrays": entries})
     else:
@@ -324,13 +317,8 @@ def verify(
             say(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}")
             sys.stdout.flush()
 
-    result = verification.verify(
-        StoredCheckpoint(location),
-        found,
-        keys=keys or (),
-        hashes=hashes,
-        progress=opt.bar(as_json),
-    )
+    stored, progress = StoredCheckpoint(location), opt.bar(as_json)
+    result = verification.verify(stored, found, keys=keys or (), hashes=hashes, progress=progress)
     if keys and not result.arrays and not result.objects:
         raise opt.UsageProblem(f"no key matches {', '.join(keys)}; `shardstore ls` lists all keys")
     about = {"url": location.url, "ok": result.ok, **asdict(result)}
@@ -370,14 +358,8 @@ def diff(
     wants = opened.matcher(keys)
     if keys and not any(map(wants, [*left, *right])):
         raise opt.UsageProblem(f"neither side has a key that matches {', '.join(keys)}")
-    found = compare(
-        left,
-        right,
-        wants,
-        files=files and not keys,
-        budget_bytes=budget,
-        progress=opt.bar(as_json),
-    )
+    files, progress = files and not keys, opt.bar(as_json)
+    found = compare(left, right, wants, files=files, budget_bytes=budget, progress=progress)
     if as_json:
         emit({"a": left.url, "b": right.url, "same": found.same, **asdict(found)})
     else:

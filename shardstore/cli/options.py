@@ -9,15 +9,16 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from shardstore.cli.printing import complain
-from shardstore.errors import CheckpointingException, FormatVersionError
+from shardstore.errors import CheckpointingException
 from shardstore.inspection import opened
-from shardstore.inspection.opened import OpenCheckpoint, StoredArray, matcher
+from shardstore.inspection.opened import OpenCheckpoint, StoredArray, codec_error, matcher
 from shardstore.storage.stores.errors import CLIENT_OPTIONS, OPTIONS
 from shardstore.storage.stores.location import Location
 
@@ -82,10 +83,9 @@ def parse_options(given: Sequence[str] | None) -> dict[str, Any]:
             raise UsageProblem(  # does not print the text, which may be a secret
                 "--storage-option: give NAME=VALUE, such as endpoint_url=http://host:9000"
             )
-        try:
+        parsed: Any = value
+        with suppress(ValueError):
             parsed = json.loads(value)
-        except ValueError:
-            parsed = value
         place = out
         *path, last = name.split(".")
         if last in TEXTS and isinstance(parsed, int | float) and not isinstance(parsed, bool):
@@ -133,17 +133,12 @@ def readable(arrays: Sequence[StoredArray]) -> list[StoredArray]:
     Raises:
         FormatVersionError: there are others only.
     """
-    found, errors = [], []
-    for array in arrays:
-        try:
-            array.require_codecs()
-            found.append(array)
-        except FormatVersionError as error:
-            errors.append(error)
-    if errors and not found:
+    found = {array: codec_error(array.checkpoint.stored.location, array.meta) for array in arrays}
+    errors = [error for error in found.values() if error]
+    if errors and len(errors) == len(arrays):
         raise errors[0]
     _leave_out(errors)
-    return found
+    return [array for array, error in found.items() if not error]
 
 
 def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> list[StoredArray]:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from html import escape
 from itertools import islice, product
+from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,34 +46,6 @@ MAX_LABELS = 16
 Index = tuple[int, ...]
 Picture = tuple[str, str, int]
 """Shapes of an SVG, a caption, and the height of the SVG; its width is ``WIDE``."""
-
-STYLE = """
-:root { color-scheme: light dark; --dim: #5f6b7a; --ok: #1a7f37; --bad: #cf222e; }
-@media (prefers-color-scheme: dark) {
-  :root { --dim: #a3adba; --ok: #4ade80; --bad: #ff7b72; } }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem;
-  padding: 0 1rem; }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; }
-td { padding: .15rem .8rem .15rem 0; vertical-align: top; overflow-wrap: anywhere; }
-summary { cursor: pointer; padding: .1rem 0; overflow: hidden; }
-details details { margin-left: 1rem; }
-.dim { color: var(--dim); }
-.size { float: right; margin-left: .6rem; font-variant-numeric: tabular-nums; }
-.ok { color: var(--ok); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
-.damage b { color: var(--bad); }
-.pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: .4rem 0; }
-figure { margin: 0; } figcaption { color: var(--dim); font-size: .85em; max-width: 360px; }
-#tree { overflow-wrap: anywhere; }
-#record td:first-child, #ranks tr:first-child { font-weight: 600; white-space: nowrap; }
-#ranks { display: block; overflow-x: auto; }
-#ranks td { text-align: right; padding-left: .8rem; white-space: nowrap; }
-svg { display: block; background: #8881; max-width: 100%; height: auto; }
-li { overflow-wrap: anywhere; }
-@media (max-width: 40rem) { #ranks td { padding: 0 0 0 .4rem; font-size: .8rem; }
-  details details { margin-left: .6rem; } }
-"""
-
 
 Plot = StrEnum("Plot", ["layout", "histogram", "sizes"])
 """Kinds of plots."""
@@ -131,8 +105,7 @@ def report(
     manifest, _ = ckpt.manifest_or_damage()
     arrays = sorted(ckpt.values(), key=lambda array: (-array.nbytes, array.key))
     wanted = opt.readable(arrays) if values else []
-    read = measure(wanted, budget_bytes=budget, progress=progress)
-    statistics, damage = read
+    statistics, damage = measure(wanted, budget_bytes=budget, progress=progress)
     drawn = {array.key for array in arrays[:MAX_PICTURED]}
     findings.sort(key=lambda finding: (finding.severity, finding.path))
     wrong = {(finding.key, finding.chunk) for finding in findings if finding.severity == "damage"}
@@ -145,8 +118,7 @@ def report(
             if meta.key in drawn:
                 pictures["layout"] = _layout(meta, manifest, wrong)
                 if found is not None:
-                    array = ckpt[meta.key]
-                    pictures["histogram"] = _histogram(array, found, budget_bytes=budget)
+                    pictures["histogram"] = _histogram(ckpt[meta.key], found, budget_bytes=budget)
             inside.insert(0, _array(name, meta, pictures, found, damage.get(meta.key, ())))
         if not node.below:
             return inside[0]
@@ -243,12 +215,8 @@ def _page(
         _verification(verified, findings),
         f'<h2>Arrays</h2><div id="tree">{"".join(arrays)}</div>',
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(url.rsplit('/', 1)[-1])} - shardstore</title><style>{STYLE}</style>"
-        f"</head>\n<body>{chr(10).join(body)}\n</body></html>\n"
-    )
+    page = Template(Path(__file__).with_name("report.html").read_text("utf-8"))
+    return page.substitute(name=escape(url.rsplit("/", 1)[-1]), body="\n".join(body))
 
 
 def _table(name: str, rows: Sequence[Sequence[str]]) -> str:
@@ -350,12 +318,11 @@ def _histogram(array: StoredArray, statistics: Statistics, **options: int) -> Pi
 
     counts, edges = histogram(array, statistics, BINS, **options)
     step, most = WIDE / len(counts), max(1, counts.max())
-    # Square roots keep small counts visible.
-    heights = [math.sqrt(count / most) * HIGH for count in counts]
     shapes = []
-    for i, high in enumerate(heights):
-        if high:
-            title = f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]}"
+    for i, count in enumerate(counts):
+        if count:
+            high = math.sqrt(count / most) * HIGH  # square roots keep small counts visible
+            title = f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {count}"
             shapes.append(_rect((i * step, HIGH - high, step, high), COLOR, title))
     caption = f"values from {edges[0]:.4g} to {edges[-1]:.4g} (heights: square root of counts)"
     return "".join(shapes), caption, HIGH

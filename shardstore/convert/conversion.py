@@ -134,10 +134,8 @@ def convert(
     found = source_format or detect(place)
     by_name = "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
     wanted = target_format or by_name
-    for option, given, known_formats in (
-        ("source_format", found, FORMATS),
-        ("target_format", wanted, TARGET_FORMATS),
-    ):
+    formats = ("source_format", found, FORMATS), ("target_format", wanted, TARGET_FORMATS)
+    for option, given, known_formats in formats:
         if given not in known_formats:
             raise ArgumentError(f"{option}={given!r} is not one of {', '.join(known_formats)}")
     # Verification needs two buffers of a batch at a time.
@@ -224,18 +222,9 @@ def convert(
     journal.place.delete()
     seconds = perf_counter() - started
     resumed = total - sum(map(_chunk_bytes, left))
-    log_event(
-        logger,
-        "convert",
-        f"{goal.url}: converted, {total} bytes in {seconds:.3f} s",
-        url=goal.url,
-        **about,
-        tensors=len(arrays),
-        bytes=total,
-        resumed_bytes=resumed,
-        seconds=seconds,
-        verified=verify,
-    )
+    done = {"tensors": len(arrays), "bytes": total, "resumed_bytes": resumed, "verified": verify}
+    text = f"{goal.url}: converted, {total} bytes in {seconds:.3f} s"
+    log_event(logger, "convert", text, url=goal.url, **about, **done, seconds=seconds)
     return Conversion(found, wanted, len(arrays), total, resumed, verify)
 
 

@@ -78,9 +78,8 @@ Place = tuple[str, int]
 
 def _damaged(path: str, what: object) -> DamagedCheckpointError:
     """Return an error that says what is wrong with a file."""
-    return DamagedCheckpointError(
-        f"{path} is not a complete safetensors file ({what}); download it again", url=path
-    )
+    text = f"{path} is not a complete safetensors file ({what}); download it again"
+    return DamagedCheckpointError(text, url=path)
 
 
 class SafetensorsSource:
@@ -201,9 +200,8 @@ class SafetensorsSource:
             read_box(self.location, name, start, self.arrays[key].shape, read.box, read.out)
         except (FileNotFoundError, ValueError) as error:
             path = f"{self.location.url}/{name}"
-            raise DamagedCheckpointError(
-                f"key {key!r}: {path} changed while it was read ({error})", key=key, url=path
-            ) from error
+            text = f"key {key!r}: {path} changed while it was read ({error})"
+            raise DamagedCheckpointError(text, key=key, url=path) from error
 
     def extras(self) -> Extras:
         """Return the metadata, and the values that a conversion stored in it."""

@@ -24,6 +24,7 @@ from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
     DamagedCheckpointError,
+    FormatVersionError,
     IndexRangeError,
     MissingKeyError,
     NotACheckpointError,
@@ -31,12 +32,7 @@ from shardstore.errors import (
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, unlocked_property
 from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import (
-    ArrayMeta,
-    RootDocument,
-    parse_array,
-    parse_v2_array,
-)
+from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array, parse_v2_array
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME
 from shardstore.storage.stores.location import Location, shown
@@ -111,10 +107,10 @@ def _opened(place: Any, options: Mapping[str, Any] | None, attempt: str = "") ->
             stored.require()
             _require_zarr(location)
     if attempt and attempt != _attempt_of(root):
-        raise ReplacedError(
-            f"{location.url} was replaced after it was opened in another process: open it again, "
-            "or read a checkpoint that nobody writes over",
-            url=location.url,
+        raise location.error(
+            " was replaced after it was opened in another process: open it again, or read a "
+            "checkpoint that nobody writes over",
+            ReplacedError,
         )
     return OpenCheckpoint(stored)
 
@@ -282,7 +278,6 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """A summary of the checkpoint as JSON: format, writer, sizes, metadata."""
         stored, root, metas = self.stored, self.stored.root, self.metas.values()
         manifest, damaged = self.manifest_or_damage()
-        ranks = set() if manifest is None else set(manifest.rank.tolist())
         by_dtype = Counter[str]()
         for meta in metas:
             by_dtype[meta.dtype] += array_bytes(meta)
@@ -306,7 +301,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             "chunks": sum(meta.grid.size for meta in metas),
             "array_documents": root is None or root.array_documents,
             "stored_bytes": None if manifest is None else int(manifest.stored.sum()),
-            "writers": len(ranks) or None,
+            "writers": None if manifest is None else len(set(manifest.rank.tolist())) or None,
             "manifest_damage": damaged,
         }
 
@@ -375,40 +370,24 @@ class StoredArray:
         checkpoint: the open checkpoint.
         key: key of the array.
         meta: description of the array, for the tools of this package.
+        shape: global shape.
+        ndim: number of axes.
+        size: number of elements.
+        nbytes: bytes of all values, without padding and checksums.
+        chunks: shape of a chunk.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, meta: ArrayMeta) -> None:
         self.checkpoint = checkpoint
         self.key = meta.key
         self.meta = meta
+        self.shape, self.chunks = meta.grid
+        self.ndim = len(self.shape)
+        self.size = math.prod(self.shape)
+        self.nbytes = array_bytes(meta)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getitem, (self.checkpoint, self.key)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return self.meta.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all values, without padding and checksums."""
-        return array_bytes(self.meta)
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Shape of a chunk."""
-        return self.meta.grid.chunk_shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -431,11 +410,9 @@ class StoredArray:
         """
         from shardstore.storage.movers.tensorstore_reader import open_array
 
-        checkpoint = self.checkpoint
-        meta = checkpoint._as_written(self.meta) if checkpoint.is_foreign else self.meta
-        return open_array(
-            checkpoint.stored.location, meta, write=False, fill_missing=checkpoint.is_foreign
-        )
+        location, is_foreign = self.checkpoint.stored.location, self.checkpoint.is_foreign
+        meta = self.checkpoint._as_written(self.meta) if is_foreign else self.meta
+        return open_array(location, meta, write=False, fill_missing=is_foreign)
 
     @property
     def zarr(self) -> zarr.Array[Any]:
@@ -444,13 +421,6 @@ class StoredArray:
 
         found: zarr.Array[Any] = open_zarr(self.checkpoint.stored.location, self.meta)
         return found
-
-    def require_codecs(self) -> None:
-        """Raise :class:`FormatVersionError` if nothing decodes the codecs of the array."""
-        if self.meta.codecs is None:
-            from shardstore.storage.movers.tensorstore_reader import open_decoded
-
-            open_decoded(self.checkpoint.stored.location, self.meta)
 
     def torch(self) -> torch.Tensor:
         """Read the whole array as a tensor on the CPU."""
@@ -463,9 +433,8 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError(
-                f"the values of {self.key!r} are in a store and must be copied; omit copy=False"
-            )
+            text = f"the values of {self.key!r} are in a store and must be copied; omit copy=False"
+            raise ValueError(text)
         values: NDArray[Any] = self[...]
         return values if dtype is None else values.astype(dtype, copy=False)
 
@@ -586,20 +555,19 @@ class StoredObjects(Mapping[str, Any]):
             self.names = stored.object_files()
 
     def __getitem__(self, key: str) -> Any:
+        place = self._stored.location.url
         if key not in self.names:
-            url = self._stored.location.url
-            raise missing(key, self, f"an object in {url} ({len(self)} objects)")
+            raise missing(key, self, f"an object in {place} ({len(self)} objects)")
         from shardstore.strategies.common import load_file
 
         name = self.names[key]
+        url = f"{place}/{name}"
         with self._stored.unless_replaced():
             if (data := self._stored.document(name)) is None:
-                url = f"{self._stored.location.url}/{name}"
-                raise DamagedCheckpointError(
-                    f"{url}: the name is listed but is not a file", key=key
-                )
+                text = f"{url}: the name is listed but is not a file"
+                raise DamagedCheckpointError(text, key=key)
             self._stored.check_file(name, data)
-        return load_file(name, data, f"{self._stored.location.url}/{name}", key)
+        return load_file(name, data, url, key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -627,6 +595,19 @@ def _shortened(text: str) -> str:
 def array_bytes(meta: ArrayMeta) -> int:
     """Return the bytes of the values of an array, without padding and checksums."""
     return math.prod(meta.shape) * dtypes.itemsize(meta.dtype)
+
+
+def codec_error(location: Location, meta: ArrayMeta) -> FormatVersionError | None:
+    """Return the error if nothing here decodes the codecs of an array."""
+    if meta.codecs is None:
+        # Imported here: TensorStore is needed only for arrays of other programs.
+        from shardstore.storage.movers.tensorstore_reader import open_decoded
+
+        try:
+            open_decoded(location, meta)
+        except FormatVersionError as error:
+            return error
+    return None
 
 
 def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
@@ -691,10 +672,11 @@ def aligned(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        padded = []
-        for text, side, width in zip(row, align, widths, strict=True):
-            gap = " " * (width - cells(text))
-            padded.append(gap + text if side == ">" else text + gap)
+        # The length of a text with wide characters differs from the columns that it needs.
+        padded = (
+            f"{text:{side}{width + len(text) - cells(text)}}"
+            for text, side, width in zip(row, align, widths, strict=True)
+        )
         lines.append("  ".join(padded).rstrip())
     return lines
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.errors import DamagedCheckpointError, FormatVersionError
-from shardstore.inspection.opened import OpenCheckpoint, StoredArray
+from shardstore.errors import DamagedCheckpointError
+from shardstore.inspection.opened import OpenCheckpoint, StoredArray, codec_error
 from shardstore.progress import Operation, ProgressArgument, metered
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME
@@ -95,18 +95,12 @@ class Statistics:
         """Return the statistics of all blocks of some parts, in any order."""
         columns = np.concatenate([np.empty((0, COLUMNS)), *parts]).T
         count, zeros, nan, inf = map(int, columns[:4].sum(axis=1))
-        low, high, total, norm = columns[4:]
-        finite = count - nan - inf
-        return cls(
-            count=count,
-            norm=float(np.hypot.reduce(np.sort(norm), initial=0.0)),
-            mean=float(np.sum(np.sort(total)) / finite) if finite else None,
-            min=float(low.min()) if finite else None,
-            max=float(high.max()) if finite else None,
-            zeros=zeros,
-            nan=nan,
-            inf=inf,
-        )
+        low, high, total, norms = columns[4:]
+        norm = float(np.hypot.reduce(np.sort(norms), initial=0.0))
+        if not (finite := count - nan - inf):
+            return cls(count, norm, None, None, None, zeros, nan, inf)
+        mean = float(np.sum(np.sort(total)) / finite)
+        return cls(count, norm, mean, float(low.min()), float(high.max()), zeros, nan, inf)
 
 
 def measure(
@@ -303,21 +297,18 @@ def compare(
         pairs = {"shape": shapes, "dtype": dtypes}
         if differs := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             out.described[key] = differs
-        elif numbers := _suspects(mine, other):
-            try:
-                mine.require_codecs()
-                other.require_codecs()
-                suspects[key] = numbers
-            except FormatVersionError as error:
-                out.unread[key] = str(error)
+            continue
+        numbers = _suspects(mine, other)
+        errors = (codec_error(one.checkpoint.stored.location, one.meta) for one in (mine, other))
+        if numbers and (error := next(filter(None, errors), None)):
+            out.unread[key] = str(error)
         else:
             suspects[key] = numbers
     out.hashed = sum(not numbers for numbers in suspects.values())
 
     def work(array: StoredArray, box: Box) -> tuple[int, Sums, Sums]:
         mine, other = (one[*box.slices, ...] for one in (array, right[array.key]))
-        size = mine.nbytes + other.nbytes
-        return size, sums_of(blocks(mine)), sums_of(_deltas(mine, other))
+        return mine.nbytes + other.nbytes, sums_of(blocks(mine)), sums_of(_deltas(mine, other))
 
     parts, damage = stream(
         [left[key] for key in suspects],

@@ -18,13 +18,8 @@ from time import perf_counter
 from typing import Any, Literal
 
 from shardstore.core import parse_config
-from shardstore.errors import (
-    CheckpointingException,
-    DamagedCheckpointError,
-    FormatVersionError,
-    StorageError,
-)
-from shardstore.inspection.opened import matcher
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
+from shardstore.inspection.opened import codec_error, matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
 from shardstore.storage.checkpoint import OWN_FILES, ReplacedError, StoredCheckpoint
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
@@ -216,7 +211,7 @@ class _Verification:
         size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)
         self.meter.expect(size, sum(meta.grid.size for meta in wanted))
         for array in wanted:
-            if array.codecs is None and (unread := self._unread(array)):
+            if unread := codec_error(self.location, array):
                 # This package writes only codecs that it decodes.
                 severity: Severity = "damage" if self._is_ours else "note"
                 text = f"{unread}; its chunks were not verified"
@@ -229,17 +224,6 @@ class _Verification:
                 for first in range(0, count or 1, step):
                     jobs.append(partial(self._check_run, array, first, min(first + step, count)))
         return jobs
-
-    def _unread(self, array: ArrayMeta) -> FormatVersionError | None:
-        """Return the error if nothing here decodes the codecs of an array."""
-        # Imported here: TensorStore is needed only for arrays of other programs.
-        from shardstore.storage.movers.tensorstore_reader import open_decoded
-
-        try:
-            open_decoded(self.location, array)
-        except FormatVersionError as error:
-            return error
-        return None
 
     def _report(
         self, kind: str, name: str, text: str, severity: Severity = "damage", **about: Any

@@ -78,6 +78,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
     assert sources <= names
     assert {
         "shardstore/py.typed",
+        "shardstore/cli/report.html",
         *(f"shardstore/storage/{p}.md" for p in ("FORMAT", "PROTOCOL")),
     } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
