@@ -582,7 +582,7 @@ class StoredObjects(Mapping[str, Any]):
 def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
     try:
         found = json.loads(stored.document(name) or b"{}")
-    except (OSError, ValueError, RecursionError):
+    except (DamagedCheckpointError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

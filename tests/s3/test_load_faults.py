@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -150,3 +151,18 @@ def test_a_load_asks_for_each_object_once(run: Run, proxy: FaultProxy) -> None:
     assert {method for method, _ in asked} == {"GET"}
     documents = {"zarr.json", "metadata.json", "common.pt"}
     assert documents <= {path.rpartition("/")[2] for _, path in asked}
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [("metadata.json", "info"), ("manifest.npz", "info"), ("common.pt", "common")],
+)
+def test_what_the_store_refuses_is_not_shown_as_absent(
+    run: Run, proxy: FaultProxy, name: str, member: str
+) -> None:
+    opened = shardstore.open(run.url(1), storage_options=run.options)
+    list(opened)
+    rule = proxy.add(Fault.DENIED, path=rf"/{re.escape(name)}$", count=None)
+    with pytest.raises(StorageError, match=re.escape(name)):
+        getattr(opened, member)
+    assert rule.hits
