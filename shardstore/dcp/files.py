@@ -408,7 +408,6 @@ def _unfolded(
     first = 0
     for box in flat_range_boxes(edges, start, start + size):
         offset = tuple(a + b for a, b in zip(corner, box.offset, strict=True))
-        moved = Box(offset, box.shape)
-        out.append(StoredPart(moved, part.extent, part.box.shape, first))
+        out.append(StoredPart(Box(offset, box.shape), part.extent, part.box.shape, first))
         first += box.size
     return out

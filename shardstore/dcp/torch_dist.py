@@ -20,12 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _split_by_size_and_type,
-    _StorageInfo,
-)
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
@@ -202,7 +198,7 @@ class _FilesSave:
         self._staging: Staging | None = None
         self._streams: list[torch.Stream | None] = []
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
-        self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
+        self._written: list[tuple[MetadataIndex, filesystem._StorageInfo]] = []
 
         def local() -> SavePlan:
             self._folder = Location.of(place)
@@ -324,7 +320,7 @@ class _FilesSave:
         files = [
             (prefix, part)
             for prefix, items in by_prefix.items()
-            for part in _split_by_size_and_type(most, items)
+            for part in filesystem._split_by_size_and_type(most, items)
             if part
         ]
         rank = self._ranks.rank
@@ -352,21 +348,19 @@ class _FilesSave:
             work: called first; its error, or the session's, prevents the writing of ``.metadata``.
         """
 
-        def report(_: None) -> bytes:
-            return pickle.dumps(self._written)
-
         def decide(reports: list[bytes]) -> None:
             written = [pair for report in reports for pair in pickle.loads(report)]
             self._metadata.storage_data = dict(written)
             self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
-            self._metadata.version = CURRENT_DCP_VERSION
+            self._metadata.version = filesystem.CURRENT_DCP_VERSION
             self._folder.replace(DCP_METADATA_NAME, pickle.dumps(self._metadata))
 
         session = self.session
         # An asynchronous save has other connections between the ranks than the plan had.
         ranks = self._ranks if session is None else session.later
         error = self.failure if session is None else session.failure
-        ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+        what = f"saving to {self._url}"
+        ranks.step(what, work, lambda _: pickle.dumps(self._written), decide, error=error)
 
 
 class _Planner(DefaultSavePlanner):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack, cast
@@ -30,7 +29,6 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.layout import claim_among
 from shardstore.errors import (
     CheckpointingException,
-    ChunkMissingError,
     FormatVersionError,
     NotACheckpointError,
     ShapeMismatchError,
@@ -57,7 +55,7 @@ from shardstore.storage.checkpoint import (
 )
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
@@ -376,7 +374,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
         bounds = (0, start, -1), (start, stop, 0), (stop, box.size, -1)  # -1: another rank
         layouts.ranges[key] = {box: [FlatRange(*range_) for range_ in bounds]}
     plan = plan_writes([sharded_tensor], 0, SaveOptions(), layouts=layouts, known={key: meta})
-    writes = [*plan.writes, *(_completed(place[0], cut) for cut in plan.cut)]
+    writes = [*plan.writes, *(_completed(arr, cut) for cut in plan.cut)]
     if not place[0].is_local:  # a save never overwrites an object
         place[0].remote.delete([item.name for item in writes])
     Mover(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
@@ -396,13 +394,10 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
     return Location.of(root, options), node
 
 
-def _completed(location: Location, cut: CutChunk) -> ChunkWrite:
+def _completed(arr: ZarrArray, cut: CutChunk) -> ChunkWrite:
     """Return a chunk that a tensor fills in part. The other elements are the stored ones, or zero
     if the chunk does not exist."""
-    box = cut.array.grid.box(cut.index)
-    data = np.zeros(box.shape, dtypes.numpy_dtype(cut.array.dtype))
-    with suppress(ChunkMissingError):
-        StoredCheckpoint(location).read([RegionRead(cut.array, box, data)])
+    data: NDArray[Any] = np.array(arr[cut.array.grid.box(cut.index).slices])
     for _, start, stop in (piece for piece in cut.pieces if piece[0] == 0):
         data.reshape(-1)[start:stop] = fetched(cut.local[start]).reshape(-1)
     return ChunkWrite(cut.array, cut.index, data)
