@@ -259,13 +259,9 @@ def save(
     lacks_common = "common_strategy" not in kwargs and (not args or isinstance(args[0], bool))
     if lacks_common and sharded_strategy.backend == DCP_BACKEND and _megatron_version() >= (0, 19):
         args = ((DCP_BACKEND, 1), *args)
-    return serialization.save(
-        _understood(sharded_state_dict),
-        checkpoint_dir,
-        sharded_strategy,
-        *args,
-        **{"overwrite": True, **kwargs},
-    )
+    kwargs.setdefault("overwrite", True)
+    state = _understood(sharded_state_dict)
+    return serialization.save(state, checkpoint_dir, sharded_strategy, *args, **kwargs)
 
 
 def _megatron_version() -> tuple[int, ...]:
@@ -339,13 +335,9 @@ def load(
         fully_parallel.FullyParallelLoadStrategyWrapper,
         AnyFormatLoadStrategy,
     )
-    loaded: Any = serialization.load(
-        _understood(sharded_state_dict),
-        checkpoint_dir,
-        strategy,
-        *args,
-        **{"cast": "warn", **kwargs},
-    )
+    kwargs.setdefault("cast", "warn")
+    state = _understood(sharded_state_dict)
+    loaded: Any = serialization.load(state, checkpoint_dir, strategy, *args, **kwargs)
     if _reads_no_old_states():
         _modernise(loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded

@@ -397,9 +397,7 @@ def validate_sharded_objects_handling(
     Raises:
         CheckpointingException: neither does.
     """
-    if not (
-        sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects
-    ):
+    if not any(one.can_handle_sharded_objects for one in (sharded_strategy, common_strategy)):
         raise CheckpointingException(
             f"Neither {sharded_strategy} nor {common_strategy} handles ShardedObjects "
             f"(can_handle_sharded_objects is False for both); use a strategy that does"
@@ -420,11 +418,8 @@ def determine_global_metadata(
     Returns:
         The shards of this rank without data, and those of every rank, by rank.
     """
-    local: LocalMetadata = [
-        value.without_data()
-        for value in nested_values(sharded_state_dict)
-        if isinstance(value, _SHARDS)
-    ]
+    values = nested_values(sharded_state_dict)
+    local: LocalMetadata = [one.without_data() for one in values if isinstance(one, _SHARDS)]
     return local, gathered(local, process_group)
 
 

@@ -68,7 +68,7 @@ from shardstore.strategies.base import (
 )
 from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from shardstore.strategies.common import TorchCommonLoadStrategy
-from shardstore.utils import sharded_tensors_of
+from shardstore.utils import extract_sharded_objects, sharded_tensors_of
 from shardstore.values.torch_dump import dump_bytes
 
 BACKEND, VERSION = DCP_BACKEND, 1
@@ -317,14 +317,11 @@ class _FilesSave:
         for item in self._items:
             prefix = self._hint if item.index.fqn.startswith(self._hint) else ""
             by_prefix.setdefault(prefix, []).append(item)
-        files = [
-            (prefix, part)
-            for prefix, items in by_prefix.items()
-            for part in filesystem._split_by_size_and_type(most, items)
-            if part
-        ]
-        rank = self._ranks.rank
-        return [(f"{prefix}__{rank}_{n}.distcp", part) for n, (prefix, part) in enumerate(files)]
+        files: list[tuple[str, list[WriteItem]]] = []
+        for prefix, items in by_prefix.items():
+            for part in filter(None, filesystem._split_by_size_and_type(most, items)):
+                files.append((f"{prefix}__{self._ranks.rank}_{len(files)}.distcp", part))
+        return files
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
         for name, items in files:
@@ -477,11 +474,8 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         tensors = sharded_tensors_of(sharded_state_dict)
         plan = plan_reads(tensors, files.arrays, url, cast=context.cast or self.cast)
         read_chunks(context, plan, read=files.read)
-        objects = {
-            id(value): files.read_unwrapped(value.unique_key)
-            for value in nested_values(sharded_state_dict)
-            if isinstance(value, ShardedObject)
-        }
+        found, _ = extract_sharded_objects(sharded_state_dict)
+        objects = {id(one): files.read_unwrapped(one.unique_key) for one in nested_values(found)}
         return assemble(plan, sharded_state_dict, url, objects)
 
     def load_tensors_metadata(
