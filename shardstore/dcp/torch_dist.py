@@ -59,13 +59,8 @@ from shardstore.storage.movers.device import behind, streams_of
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
 from shardstore.storage.stores.location import Location, store_errors
+from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    ReadsOwnFormat,
-    SaveCommonStrategy,
-)
 from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from shardstore.strategies.common import TorchCommonLoadStrategy
 from shardstore.utils import extract_sharded_objects, sharded_tensors_of
@@ -74,7 +69,7 @@ from shardstore.values.torch_dump import dump_bytes
 BACKEND, VERSION = DCP_BACKEND, 1
 
 
-class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
+class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     """Save strategy for DCP's own files, synchronous or asynchronous.
 
     The parameters are those of Megatron-Core 0.15's strategy of this name.
@@ -434,7 +429,7 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
     )
 
 
-class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
+class TorchDistLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy):
     """Load strategy for DCP's own files, of Megatron-Core or of this package.
 
     Args:
@@ -513,7 +508,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
             )
 
 
-class TorchDistCommonSaveStrategy(SaveCommonStrategy):
+class TorchDistCommonSaveStrategy(base.SaveCommonStrategy):
     """Save strategy that stores the common part as a sharded object, as Megatron-Core 0.19 does."""
 
     object_key = COMMON_OBJECT

@@ -30,12 +30,8 @@ from shardstore.mapping import (
     StateDict,
     is_main_replica,
 )
+from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-)
 from shardstore.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
@@ -75,7 +71,7 @@ class _Wrapper:
         return distribution
 
 
-class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
+class FullyParallelSaveStrategyWrapper(_Wrapper, base.AsyncSaveShardedStrategy):
     """Divides a save among the ranks of a group that hold the same shards.
 
     Args:
@@ -88,11 +84,11 @@ class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
         pg_cache_path, pg_cache_create: arguments of Megatron-Core, without effect.
     """
 
-    base_strategy: SaveShardedStrategy
+    base_strategy: base.SaveShardedStrategy
 
     def __init__(
         self,
-        strategy: SaveShardedStrategy,
+        strategy: base.SaveShardedStrategy,
         parallelization_group: Group = None,
         do_cache_distribution: bool = False,
         pg_cache_path: object = None,
@@ -109,7 +105,7 @@ class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
         Raises:
             CheckpointingException: the wrapped strategy cannot save asynchronously.
         """
-        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+        if not isinstance(self.base_strategy, base.AsyncSaveShardedStrategy):
             raise CheckpointingException(
                 f"The wrapped strategy {self.base_strategy} cannot save asynchronously; "
                 f"save synchronously, or wrap one that can"
@@ -134,7 +130,7 @@ class FullyParallelSaveStrategyWrapper(_Wrapper, AsyncSaveShardedStrategy):
         self._share_out(sharded_state_dict, ignore_groups=False)
 
 
-class FullyParallelLoadStrategyWrapper(_Wrapper, LoadShardedStrategy):
+class FullyParallelLoadStrategyWrapper(_Wrapper, base.LoadShardedStrategy):
     """Reads each shard once in a group and sends it to the other ranks.
 
     Args:
@@ -152,11 +148,11 @@ class FullyParallelLoadStrategyWrapper(_Wrapper, LoadShardedStrategy):
         NotImplementedError: the algorithm is unknown.
     """
 
-    base_strategy: LoadShardedStrategy
+    base_strategy: base.LoadShardedStrategy
 
     def __init__(
         self,
-        strategy: LoadShardedStrategy,
+        strategy: base.LoadShardedStrategy,
         parallelization_group: Group = None,
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
