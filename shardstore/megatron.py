@@ -21,7 +21,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from shardstore import mapping, serialization
 from shardstore.core import DCP_BACKEND
@@ -172,8 +172,7 @@ def _mend(taken: Mapping[str, ModuleType], names: Mapping[int, tuple[str, str]])
 
 def _understood(state_dict: ShardedStateDict) -> ShardedStateDict:
     """Return the state dict with Megatron-Core's sharded objects converted to this package's."""
-    understood: ShardedStateDict = dict_list_map_outplace(_own_object, state_dict)
-    return understood
+    return cast(ShardedStateDict, dict_list_map_outplace(_own_object, state_dict))
 
 
 def _own_object(value: Any) -> Any:

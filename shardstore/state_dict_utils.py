@@ -208,5 +208,4 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[An
     Dicts and lists that hold nothing else are removed too. Empty tensors that are not flattened
     stay.
     """
-    kept, _ = extract_matching_values(sharded_state_dict, lambda value: not _is_empty(value))
-    return kept
+    return extract_matching_values(sharded_state_dict, lambda value: not _is_empty(value))[0]

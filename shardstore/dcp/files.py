@@ -126,9 +126,8 @@ class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module in ("torch", "collections", "builtins"):
-            return _BUILTIN.get(name, _Inert)
-        return _RECORDS.get(name, _Inert)
+        known = _BUILTIN if module in ("torch", "collections", "builtins") else _RECORDS
+        return known.get(name, _Inert)
 
 
 @dataclass

@@ -360,9 +360,8 @@ class _Planner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return a tensor, or an object in the format of ``torch.save``."""
-        if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(dump_bytes(object))
-        return object
+        is_tensor = write_item.type is not WriteItemType.BYTE_IO
+        return object if is_tensor else io.BytesIO(dump_bytes(object))
 
 
 @dataclass
@@ -532,5 +531,4 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
         if context_of(checkpoint_dir).stored.has_document(COMMON_STATE_NAME):
             return super().load_common(checkpoint_dir)
         key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
-        loaded: StateDict = DcpFiles.open(checkpoint_dir).read_unwrapped(key)
-        return loaded
+        return cast(StateDict, DcpFiles.open(checkpoint_dir).read_unwrapped(key))

@@ -200,8 +200,7 @@ class LocalShardsContainer(torch.Tensor):
         offset = index.offset and tuple(index.offset)
         for shard in self._local_shards:
             if any(tuple(chunk.offsets) == offset for chunk in shard.__create_chunk_list__()):
-                found: torch.Tensor = shard.__get_tensor_shard__(index)
-                return found
+                return cast(torch.Tensor, shard.__get_tensor_shard__(index))
         raise ValueError(
             f"Could not find a shard of {index.fqn!r} at offset {offset}; this rank has "
             f"{[tuple(chunk.offsets) for chunk in self.__create_chunk_list__()]}"

@@ -394,8 +394,7 @@ def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) 
     meta = checkpoint.read_array_meta(context.stored.location, sharded_tensor.key)
     plan = plan_reads([sharded_tensor], {meta.key: meta}, url)
     read_chunks(context, plan)
-    tensor: torch.Tensor = assemble(plan, {"": sharded_tensor}, url)[""]
-    return tensor
+    return cast(torch.Tensor, assemble(plan, {"": sharded_tensor}, url)[""])
 
 
 def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:
@@ -449,9 +448,8 @@ def postprocess_numpy_array(
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
     """Return the flattened range of a whole local tensor, 1-D; the tensor if there is no range."""
-    if sharded_tensor.flattened_range is None:
-        return x
-    return x.reshape(-1)[sharded_tensor.flattened_range]
+    flat = sharded_tensor.flattened_range
+    return x if flat is None else x.reshape(-1)[flat]
 
 
 def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
