@@ -177,13 +177,11 @@ def _understood(state_dict: ShardedStateDict) -> ShardedStateDict:
 
 def _own_object(value: Any) -> Any:
     kind = type(value)
-    if not _is_below(kind.__module__):
-        return value
-    if kind.__name__ == "LocalNonpersistentObject":
-        return mapping.LocalNonpersistentObject(value.unwrap())
-    ours = getattr(mapping, kind.__name__, None)
+    ours = getattr(mapping, kind.__name__, None) if _is_below(kind.__module__) else None
     if ours is None:
         return value
+    if ours is mapping.LocalNonpersistentObject:
+        return ours(value.unwrap())
     given = {field.name: getattr(value, field.name, None) for field in fields(ours)}
     if build := given.get("build_fn"):
         given["build_fn"] = lambda *args: _understood(build(*args))
