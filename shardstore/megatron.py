@@ -21,7 +21,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from shardstore import mapping, serialization
 from shardstore.core import DCP_BACKEND
@@ -172,19 +172,16 @@ def _mend(taken: Mapping[str, ModuleType], names: Mapping[int, tuple[str, str]])
 
 def _understood(state_dict: ShardedStateDict) -> ShardedStateDict:
     """Return the state dict with Megatron-Core's sharded objects converted to this package's."""
-    understood: ShardedStateDict = dict_list_map_outplace(_own_object, state_dict)
-    return understood
+    return cast(ShardedStateDict, dict_list_map_outplace(_own_object, state_dict))
 
 
 def _own_object(value: Any) -> Any:
     kind = type(value)
-    if not _is_below(kind.__module__):
-        return value
-    if kind.__name__ == "LocalNonpersistentObject":
-        return mapping.LocalNonpersistentObject(value.unwrap())
-    ours = getattr(mapping, kind.__name__, None)
+    ours = getattr(mapping, kind.__name__, None) if _is_below(kind.__module__) else None
     if ours is None:
         return value
+    if ours is mapping.LocalNonpersistentObject:
+        return ours(value.unwrap())
     given = {field.name: getattr(value, field.name, None) for field in fields(ours)}
     if build := given.get("build_fn"):
         given["build_fn"] = lambda *args: _understood(build(*args))
@@ -259,13 +256,9 @@ def save(
     lacks_common = "common_strategy" not in kwargs and (not args or isinstance(args[0], bool))
     if lacks_common and sharded_strategy.backend == DCP_BACKEND and _megatron_version() >= (0, 19):
         args = ((DCP_BACKEND, 1), *args)
-    return serialization.save(
-        _understood(sharded_state_dict),
-        checkpoint_dir,
-        sharded_strategy,
-        *args,
-        **{"overwrite": True, **kwargs},
-    )
+    kwargs.setdefault("overwrite", True)
+    state = _understood(sharded_state_dict)
+    return serialization.save(state, checkpoint_dir, sharded_strategy, *args, **kwargs)
 
 
 def _megatron_version() -> tuple[int, ...]:
@@ -339,13 +332,9 @@ def load(
         fully_parallel.FullyParallelLoadStrategyWrapper,
         AnyFormatLoadStrategy,
     )
-    loaded: Any = serialization.load(
-        _understood(sharded_state_dict),
-        checkpoint_dir,
-        strategy,
-        *args,
-        **{"cast": "warn", **kwargs},
-    )
+    kwargs.setdefault("cast", "warn")
+    state = _understood(sharded_state_dict)
+    loaded: Any = serialization.load(state, checkpoint_dir, strategy, *args, **kwargs)
     if _reads_no_old_states():
         _modernise(loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded

@@ -173,11 +173,13 @@ def number_lists(x: Any, path: Path = (), *, built: bool) -> tuple[Any, frozense
     return numbered, kinds or _COMMON
 
 
-def _is_somewhere(value: object) -> bool:
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) and is_empty_range(value)
+
+
+def _is_somewhere(value: Any) -> bool:
     """Return whether any rank may save a value: no flattened range of a tensor without elements."""
-    if not isinstance(value, ShardedTensor) or 0 not in value.global_shape:
-        return True
-    return not is_empty_range(value)
+    return not _is_empty(value) or 0 not in value.global_shape
 
 
 def _kind(value: object, path: Path, built: bool) -> frozenset[str]:
@@ -206,9 +208,4 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[An
     Dicts and lists that hold nothing else are removed too. Empty tensors that are not flattened
     stay.
     """
-
-    def is_kept(value: Any) -> bool:
-        return not isinstance(value, ShardedTensor) or not is_empty_range(value)
-
-    kept, _ = extract_matching_values(sharded_state_dict, is_kept)
-    return kept
+    return extract_matching_values(sharded_state_dict, lambda value: not _is_empty(value))[0]

@@ -41,14 +41,7 @@ from shardstore.mapping import (
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    SaveCommonStrategy,
-    SaveShardedStrategy,
-    StrategyAction,
-    get_default_strategy,
-)
+from shardstore.strategies import base
 from shardstore.values import torch_dump
 from shardstore.values.torch_values import require_loadable
 
@@ -323,11 +316,11 @@ def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
 
 def verify_checkpoint_and_load_strategy(
     checkpoint_dir: str | Path,
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
-    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
+    sharded_strategy: base.LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: base.LoadCommonStrategy | tuple[str, int] | None = None,
     *,
     config: CheckpointingConfig | None = None,
-) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
+) -> tuple[base.LoadShardedStrategy, base.LoadCommonStrategy]:
     """Check that there is a checkpoint, and return the strategies that read it.
 
     Any rank may call it; it waits for no other.
@@ -351,8 +344,8 @@ def verify_checkpoint_and_load_strategy(
     common = config.common_backend, config.common_backend_version
     found: list[Any] = []
     for kind, action, given, (backend, version) in (
-        (LoadShardedStrategy, StrategyAction.LOAD_SHARDED, sharded_strategy, sharded),
-        (LoadCommonStrategy, StrategyAction.LOAD_COMMON, common_strategy, common),
+        (base.LoadShardedStrategy, base.StrategyAction.LOAD_SHARDED, sharded_strategy, sharded),
+        (base.LoadCommonStrategy, base.StrategyAction.LOAD_COMMON, common_strategy, common),
     ):
         given = (backend, version) if given is None else given
         try:
@@ -367,14 +360,14 @@ def verify_checkpoint_and_load_strategy(
     return found[0], found[1]
 
 
-def strategy_of(kind: type, given: object, action: StrategyAction) -> Any:
+def strategy_of(kind: type, given: object, action: base.StrategyAction) -> Any:
     """Return a given strategy, or the one that is registered for a ``(backend, version)``.
 
     Raises:
         CheckpointingException: it is neither, or none is registered.
     """
     if isinstance(given, tuple | list) and len(given) == 2:
-        given = get_default_strategy(action, *given)
+        given = base.get_default_strategy(action, *given)
     if isinstance(given, kind):
         return given
     verb, part = action.value.split("_")
@@ -385,8 +378,8 @@ def strategy_of(kind: type, given: object, action: StrategyAction) -> Any:
 
 
 def validate_sharded_objects_handling(
-    sharded_strategy: SaveShardedStrategy | LoadShardedStrategy,
-    common_strategy: SaveCommonStrategy | LoadCommonStrategy,
+    sharded_strategy: base.SaveShardedStrategy | base.LoadShardedStrategy,
+    common_strategy: base.SaveCommonStrategy | base.LoadCommonStrategy,
 ) -> None:
     """Check that one of two strategies handles ShardedObjects.
 
@@ -397,9 +390,7 @@ def validate_sharded_objects_handling(
     Raises:
         CheckpointingException: neither does.
     """
-    if not (
-        sharded_strategy.can_handle_sharded_objects or common_strategy.can_handle_sharded_objects
-    ):
+    if not any(one.can_handle_sharded_objects for one in (sharded_strategy, common_strategy)):
         raise CheckpointingException(
             f"Neither {sharded_strategy} nor {common_strategy} handles ShardedObjects "
             f"(can_handle_sharded_objects is False for both); use a strategy that does"
@@ -420,11 +411,8 @@ def determine_global_metadata(
     Returns:
         The shards of this rank without data, and those of every rank, by rank.
     """
-    local: LocalMetadata = [
-        value.without_data()
-        for value in nested_values(sharded_state_dict)
-        if isinstance(value, _SHARDS)
-    ]
+    values = nested_values(sharded_state_dict)
+    local: LocalMetadata = [one.without_data() for one in values if isinstance(one, _SHARDS)]
     return local, gathered(local, process_group)
 
 

@@ -105,14 +105,13 @@ class Background:
             self.start(state_dict, place, **{**given, "storage_writer": None})
             return None
 
-        found: dict[tuple[Any, str], Any] = {(dcp, "save"): save}
-        for module, name in (
-            (shutil, "rmtree"),
-            (dist, "destroy_process_group"),
-            (distributed_c10d, "destroy_process_group"),
-        ):
-            found[module, name] = self._after(getattr(module, name))
-        return found
+        destroy = self._after(dist.destroy_process_group)
+        return {
+            (dcp, "save"): save,
+            (shutil, "rmtree"): self._after(shutil.rmtree),
+            (dist, "destroy_process_group"): destroy,
+            (distributed_c10d, "destroy_process_group"): destroy,
+        }
 
     def _after(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

@@ -126,9 +126,8 @@ class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module in ("torch", "collections", "builtins"):
-            return _BUILTIN.get(name, _Inert)
-        return _RECORDS.get(name, _Inert)
+        known = _BUILTIN if module in ("torch", "collections", "builtins") else _RECORDS
+        return known.get(name, _Inert)
 
 
 @dataclass
@@ -408,7 +407,6 @@ def _unfolded(
     first = 0
     for box in flat_range_boxes(edges, start, start + size):
         offset = tuple(a + b for a, b in zip(corner, box.offset, strict=True))
-        moved = Box(offset, box.shape)
-        out.append(StoredPart(moved, part.extent, part.box.shape, first))
+        out.append(StoredPart(Box(offset, box.shape), part.extent, part.box.shape, first))
         first += box.size
     return out

@@ -64,8 +64,7 @@ class SentItems(UserList[ReadItem]):
     def data(self) -> list[ReadItem]:  # type: ignore[override]
         """The items."""
         # Safe: the bytes come from a rank of the process group, as this object does.
-        found: list[ReadItem] = pickle.loads(self._packed)
-        return found
+        return cast(list[ReadItem], pickle.loads(self._packed))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if "data" in vars(self):

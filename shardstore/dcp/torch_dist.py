@@ -20,12 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _split_by_size_and_type,
-    _StorageInfo,
-)
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
@@ -63,22 +59,17 @@ from shardstore.storage.movers.device import behind, streams_of
 from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
 from shardstore.storage.stores.location import Location, store_errors
+from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    ReadsOwnFormat,
-    SaveCommonStrategy,
-)
 from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from shardstore.strategies.common import TorchCommonLoadStrategy
-from shardstore.utils import sharded_tensors_of
+from shardstore.utils import extract_sharded_objects, sharded_tensors_of
 from shardstore.values.torch_dump import dump_bytes
 
 BACKEND, VERSION = DCP_BACKEND, 1
 
 
-class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
+class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     """Save strategy for DCP's own files, synchronous or asynchronous.
 
     The parameters are those of Megatron-Core 0.15's strategy of this name.
@@ -202,7 +193,7 @@ class _FilesSave:
         self._staging: Staging | None = None
         self._streams: list[torch.Stream | None] = []
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
-        self._written: list[tuple[MetadataIndex, _StorageInfo]] = []
+        self._written: list[tuple[MetadataIndex, filesystem._StorageInfo]] = []
 
         def local() -> SavePlan:
             self._folder = Location.of(place)
@@ -321,14 +312,11 @@ class _FilesSave:
         for item in self._items:
             prefix = self._hint if item.index.fqn.startswith(self._hint) else ""
             by_prefix.setdefault(prefix, []).append(item)
-        files = [
-            (prefix, part)
-            for prefix, items in by_prefix.items()
-            for part in _split_by_size_and_type(most, items)
-            if part
-        ]
-        rank = self._ranks.rank
-        return [(f"{prefix}__{rank}_{n}.distcp", part) for n, (prefix, part) in enumerate(files)]
+        files: list[tuple[str, list[WriteItem]]] = []
+        for prefix, items in by_prefix.items():
+            for part in filter(None, filesystem._split_by_size_and_type(most, items)):
+                files.append((f"{prefix}__{self._ranks.rank}_{len(files)}.distcp", part))
+        return files
 
     def _write_files(self, files: Sequence[tuple[str, list[WriteItem]]]) -> None:
         for name, items in files:
@@ -352,21 +340,19 @@ class _FilesSave:
             work: called first; its error, or the session's, prevents the writing of ``.metadata``.
         """
 
-        def report(_: None) -> bytes:
-            return pickle.dumps(self._written)
-
         def decide(reports: list[bytes]) -> None:
             written = [pair for report in reports for pair in pickle.loads(report)]
             self._metadata.storage_data = dict(written)
             self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
-            self._metadata.version = CURRENT_DCP_VERSION
+            self._metadata.version = filesystem.CURRENT_DCP_VERSION
             self._folder.replace(DCP_METADATA_NAME, pickle.dumps(self._metadata))
 
         session = self.session
         # An asynchronous save has other connections between the ranks than the plan had.
         ranks = self._ranks if session is None else session.later
         error = self.failure if session is None else session.failure
-        ranks.step(f"saving to {self._url}", work, report, decide, error=error)
+        what = f"saving to {self._url}"
+        ranks.step(what, work, lambda _: pickle.dumps(self._written), decide, error=error)
 
 
 class _Planner(DefaultSavePlanner):
@@ -374,9 +360,8 @@ class _Planner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return a tensor, or an object in the format of ``torch.save``."""
-        if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(dump_bytes(object))
-        return object
+        is_tensor = write_item.type is not WriteItemType.BYTE_IO
+        return object if is_tensor else io.BytesIO(dump_bytes(object))
 
 
 @dataclass
@@ -443,7 +428,7 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
     )
 
 
-class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
+class TorchDistLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy):
     """Load strategy for DCP's own files, of Megatron-Core or of this package.
 
     Args:
@@ -483,11 +468,8 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
         tensors = sharded_tensors_of(sharded_state_dict)
         plan = plan_reads(tensors, files.arrays, url, cast=context.cast or self.cast)
         read_chunks(context, plan, read=files.read)
-        objects = {
-            id(value): files.read_unwrapped(value.unique_key)
-            for value in nested_values(sharded_state_dict)
-            if isinstance(value, ShardedObject)
-        }
+        found, _ = extract_sharded_objects(sharded_state_dict)
+        objects = {id(one): files.read_unwrapped(one.unique_key) for one in nested_values(found)}
         return assemble(plan, sharded_state_dict, url, objects)
 
     def load_tensors_metadata(
@@ -525,7 +507,7 @@ class TorchDistLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
             )
 
 
-class TorchDistCommonSaveStrategy(SaveCommonStrategy):
+class TorchDistCommonSaveStrategy(base.SaveCommonStrategy):
     """Save strategy that stores the common part as a sharded object, as Megatron-Core 0.19 does."""
 
     object_key = COMMON_OBJECT
@@ -549,5 +531,4 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
         if context_of(checkpoint_dir).stored.has_document(COMMON_STATE_NAME):
             return super().load_common(checkpoint_dir)
         key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
-        loaded: StateDict = DcpFiles.open(checkpoint_dir).read_unwrapped(key)
-        return loaded
+        return cast(StateDict, DcpFiles.open(checkpoint_dir).read_unwrapped(key))

@@ -44,16 +44,9 @@ from shardstore.storage.format.names import DCP_METADATA_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, require_bool
 from shardstore.strategies.common import object_file
+from shardstore.values import record
 from shardstore.values.plain import NotPlainError
-from shardstore.values.record import (
-    BACKEND,
-    MEMBER,
-    VERSION,
-    StatePath,
-    StateRecord,
-    as_text,
-    is_long,
-)
+from shardstore.values.record import StatePath, StateRecord
 from shardstore.values.torch_dump import dump_bytes
 from shardstore.values.torch_values import require_loadable
 
@@ -363,7 +356,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         # The planner has just pickled it, in this process.
         value = torch.load(stream, map_location="cpu", weights_only=False)
         try:
-            document, text = as_text(value)
+            document, text = record.as_text(value)
         except NotPlainError as reason:
             if not self._allow_pickle:
                 raise CheckpointingException(
@@ -376,7 +369,7 @@ class StorageWriter(Placed, DcpStorageWriter):
             files.put(object_file(sharded), dump_bytes(value))
             report.files.append(key)
             return False
-        if is_long(text):
+        if record.is_long(text):
             files.put(object_file(sharded, ".json"), text.encode())
             report.files.append(key)
         else:
@@ -395,7 +388,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         assert abandon is not None
         try:
             reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
-            record = _state_record(metadata, reports)
+            values = _state_record(metadata, reports)
             manifests = [RankManifest.from_bytes(report.manifest) for report in reports]
             cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
             for chunk in itertools.chain.from_iterable(report.cut for report in reports):
@@ -406,8 +399,8 @@ class StorageWriter(Placed, DcpStorageWriter):
             write_chunks(attempt, self.options, own, arrays.values(), writes)
             own.seconds["write"] += perf_counter() - start
             about = About(
-                common_backend=(BACKEND, VERSION),
-                record={MEMBER: record.to_json()},
+                common_backend=(record.BACKEND, record.VERSION),
+                record={record.MEMBER: values.to_json()},
                 world_size=len(reports),
                 seconds=perf_counter() - self._started,
             )

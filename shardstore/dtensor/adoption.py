@@ -74,9 +74,7 @@ def adopt_for_load(
         state_dict: the state dict of the load.
         stored: returns the keys of the stored arrays; called only if there are plain tensors.
     """
-    if not needs_adoption(state_dict):
-        return state_dict
-    return _adopt(state_dict, stored())
+    return _adopt(state_dict, stored()) if needs_adoption(state_dict) else state_dict
 
 
 def needs_adoption(state_dict: ShardedStateDict) -> bool:

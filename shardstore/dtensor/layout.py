@@ -122,11 +122,8 @@ def is_flat(shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], items
     if not shape or not cuts[0] or any(cuts[1:]):
         return False
     zeros = (0,) * (len(shape) - 1)
-    boxes = [
-        Box((start, *zeros), (n, *shape[1:]))
-        for runs in held_by_all(shape[0], cuts[0])
-        for start, n in runs
-    ]
+    all_runs = itertools.chain.from_iterable(held_by_all(shape[0], cuts[0]))
+    boxes = [Box((start, *zeros), (n, *shape[1:])) for start, n in all_runs]
     return grid_of(shape, boxes, itemsize, DEFAULT_TARGET_CHUNK_BYTES)[2]
 
 

@@ -60,19 +60,13 @@ class CheckpointableShardedTensor(torch.Tensor):
         Raises:
             CheckpointingException: the shard is a flattened range, which DCP cannot express.
         """
-        shard = sh_ten._sh_ten
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets, index),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(sh_ten._data),
-                    size=torch.Size(shard.global_shape),
-                ),
-            )
-            for chunk in sh_ten.__create_chunk_list__()
-        ]
+        items = []
+        for chunk in sh_ten.__create_chunk_list__():
+            properties = TensorProperties.create_from_tensor(sh_ten._data)
+            data = TensorWriteData(chunk, properties, torch.Size(sh_ten._sh_ten.global_shape))
+            place = MetadataIndex(fqn, chunk.offsets, index)
+            items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the part of the global tensor that this rank holds.
@@ -206,8 +200,7 @@ class LocalShardsContainer(torch.Tensor):
         offset = index.offset and tuple(index.offset)
         for shard in self._local_shards:
             if any(tuple(chunk.offsets) == offset for chunk in shard.__create_chunk_list__()):
-                found: torch.Tensor = shard.__get_tensor_shard__(index)
-                return found
+                return cast(torch.Tensor, shard.__get_tensor_shard__(index))
         raise ValueError(
             f"Could not find a shard of {index.fqn!r} at offset {offset}; this rank has "
             f"{[tuple(chunk.offsets) for chunk in self.__create_chunk_list__()]}"

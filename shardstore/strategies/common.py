@@ -17,11 +17,11 @@ from typing import Any
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import (
-    DamagedCheckpointError,
     MissingKeyError,
     NotACheckpointError,
     UnsafeObjectError,
     as_damage,
+    damaged,
 )
 from shardstore.loading.context import CONTENT_METADATA_KEY, context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
@@ -155,9 +155,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         stored.check_file(COMMON_STATE_FNAME, data)
         loaded = load_bytes(data, url)
         if not isinstance(loaded, dict):
-            raise DamagedCheckpointError(
-                f"{url} holds a {type(loaded).__name__}, not a dict", url=url
-            )
+            raise damaged(url, f"holds a {type(loaded).__name__}, not a dict")
         return loaded
 
     def load_sharded_objects(

@@ -30,12 +30,8 @@ from shardstore.mapping import (
     StateDict,
     is_main_replica,
 )
+from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-)
 from shardstore.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
@@ -44,7 +40,38 @@ from shardstore.utils import (
 )
 
 
-class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
+class _Wrapper:
+    """A strategy that shares the work of another one among the ranks of a group."""
+
+    base_strategy: Any
+
+    def _wrap(self, strategy: Any, group: Group, do_cache_distribution: bool) -> None:
+        self.base_strategy = strategy
+        self.parallelization_group = group
+        self.do_cache_distribution = do_cache_distribution
+        self.cached_distribution: ShardDistribution | None = None
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether the wrapped strategy handles ShardedObjects too."""
+        return bool(self.base_strategy.can_handle_sharded_objects)
+
+    def _share_out(
+        self, state_dict: ShardedStateDict, *, ignore_groups: bool
+    ) -> ShardDistribution | None:
+        """Set the replica ids by the cached distribution, or by a new one."""
+        group, distribution = self.parallelization_group, self.cached_distribution
+        if distribution is None or not _fits(distribution, state_dict, group):
+            distribution = determine_main_replica_uniform_distribution(
+                state_dict, group, ignore_groups
+            )
+        distribute_main_replicas_with_precomputed_distribution(state_dict, group, distribution)
+        if self.do_cache_distribution:
+            self.cached_distribution = distribution
+        return distribution
+
+
+class FullyParallelSaveStrategyWrapper(_Wrapper, base.AsyncSaveShardedStrategy):
     """Divides a save among the ranks of a group that hold the same shards.
 
     Args:
@@ -57,19 +84,18 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         pg_cache_path, pg_cache_create: arguments of Megatron-Core, without effect.
     """
 
+    base_strategy: base.SaveShardedStrategy
+
     def __init__(
         self,
-        strategy: SaveShardedStrategy,
+        strategy: base.SaveShardedStrategy,
         parallelization_group: Group = None,
         do_cache_distribution: bool = False,
         pg_cache_path: object = None,
         pg_cache_create: object = None,
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
-        self.cached_distribution: ShardDistribution | None = None
+        self._wrap(strategy, parallelization_group, do_cache_distribution)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -79,7 +105,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         Raises:
             CheckpointingException: the wrapped strategy cannot save asynchronously.
         """
-        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+        if not isinstance(self.base_strategy, base.AsyncSaveShardedStrategy):
             raise CheckpointingException(
                 f"The wrapped strategy {self.base_strategy} cannot save asynchronously; "
                 f"save synchronously, or wrap one that can"
@@ -101,15 +127,10 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             sharded_state_dict: state dict whose ShardedTensors get a ``replica_id`` of 0 (this rank
                 saves it) or 1, in place.
         """
-        _share_out(self, sharded_state_dict, ignore_groups=False)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether the wrapped strategy saves ShardedObjects too."""
-        return self.base_strategy.can_handle_sharded_objects
+        self._share_out(sharded_state_dict, ignore_groups=False)
 
 
-class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
+class FullyParallelLoadStrategyWrapper(_Wrapper, base.LoadShardedStrategy):
     """Reads each shard once in a group and sends it to the other ranks.
 
     Args:
@@ -127,9 +148,11 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         NotImplementedError: the algorithm is unknown.
     """
 
+    base_strategy: base.LoadShardedStrategy
+
     def __init__(
         self,
-        strategy: LoadShardedStrategy,
+        strategy: base.LoadShardedStrategy,
         parallelization_group: Group = None,
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
@@ -138,11 +161,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     ) -> None:
         if exchange_algo != "chunks":
             require_known(exchange_algo)
-        self.base_strategy = strategy
-        self.parallelization_group = parallelization_group
-        self.do_cache_distribution = do_cache_distribution
+        self._wrap(strategy, parallelization_group, do_cache_distribution)
         self.exchange_algo = exchange_algo
-        self.cached_distribution: ShardDistribution | None = None
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Distribute the shards, read them, and exchange them.
@@ -235,12 +255,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         Returns:
             The distribution, or None for a group of one rank, which changes nothing.
         """
-        return _share_out(self, sharded_state_dict, ignore_groups=True)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether the wrapped strategy loads ShardedObjects too."""
-        return self.base_strategy.can_handle_sharded_objects
+        return self._share_out(sharded_state_dict, ignore_groups=True)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """See :meth:`LoadShardedStrategy.load_tensors_metadata`; the wrapped strategy answers."""
@@ -287,42 +302,20 @@ def distribute_main_replicas_with_precomputed_distribution(
         mine.discard(shard_id)  # if a state dict holds a shard twice, only one is the main replica
 
 
-def _share_out(
-    wrapper: FullyParallelSaveStrategyWrapper | FullyParallelLoadStrategyWrapper,
-    state_dict: ShardedStateDict,
-    *,
-    ignore_groups: bool,
-) -> ShardDistribution | None:
-    """Set the replica ids by the wrapper's cached distribution, or by a new one."""
-    group = wrapper.parallelization_group
-    distribution = wrapper.cached_distribution
-    if distribution is None or not _fits(distribution, state_dict, group):
-        distribution = determine_main_replica_uniform_distribution(state_dict, group, ignore_groups)
-    distribute_main_replicas_with_precomputed_distribution(state_dict, group, distribution)
-    if wrapper.do_cache_distribution:
-        wrapper.cached_distribution = distribution
-    return distribution
-
-
 def _fits(distribution: ShardDistribution, state_dict: ShardedStateDict, group: Group) -> bool:
     """Return whether a distribution was made for the shards of every rank.
 
     Every rank of the group calls it and waits for the others.
     """
-    rank = group_rank(group)
-    local = {
-        _sharded_tensor_shard_id(tensor): (tensor.dtype, tensor.local_shape)
-        for tensor in sharded_tensors_of(state_dict)
-    }
-    described = {
-        shard_id: (tensor.dtype, tensor.local_shape)
-        for shard_id, tensor in distribution.shard_to_metadata.items()
-        if shard_id in local
-    }
+    rank, known = group_rank(group), distribution.shard_to_metadata
+    local = {_id_of(tensor): tensor for tensor in sharded_tensors_of(state_dict)}
+    is_known = all(
+        key in known and (known[key].dtype, known[key].local_shape) == (one.dtype, one.local_shape)
+        for key, one in local.items()
+    )
     expected = {key for key, ranks in distribution.all_ranks_for_shard.items() if rank in ranks}
     own = local.keys() & distribution.shards_in_this_group
-    differs = local != described or own != expected
-    return not largest([int(differs)], group)[0]
+    return not largest([int(not is_known or own != expected)], group)[0]
 
 
 def _id_of(item: ShardedTensor | ShardedObject) -> _ShardId:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack, cast
@@ -18,19 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore.coverage import (
-    FlatRange,
-    Layouts,
-    is_first,
-    merge_layouts,
-    not_alone,
-    report_shards,
-)
+from shardstore import coverage
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.layout import claim_among
 from shardstore.errors import (
     CheckpointingException,
-    ChunkMissingError,
     FormatVersionError,
     NotACheckpointError,
     ShapeMismatchError,
@@ -49,27 +40,16 @@ from shardstore.mapping import (
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import CutChunk, WritePlan, array_meta, fetched, plan_writes
 from shardstore.saving.session import Part, SaveSession, session_of
-from shardstore.storage.checkpoint import (
-    StoredCheckpoint,
-    create_array,
-    read_array_meta,
-    root_arrays,
-)
+from shardstore.storage import checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
+from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    ReadsOwnFormat,
-    StrategyAction,
-    register_default_strategy,
-)
 from shardstore.utils import extract_sharded_base, sharded_tensors_of
 
 if TYPE_CHECKING:
@@ -91,13 +71,15 @@ V2_LAYOUT, V3_LAYOUT = 1, 2
 
 def register_default_zarr_strategies() -> None:
     """Register default strategies related to the Zarr backend, versions 1 and 2."""
-    save, load = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
+    save, load = base.StrategyAction.SAVE_SHARDED, base.StrategyAction.LOAD_SHARDED
     for version in (V2_LAYOUT, V3_LAYOUT):
-        register_default_strategy(save, BACKEND, version, ZarrSaveShardedStrategy(BACKEND, version))
-        register_default_strategy(load, BACKEND, version, ZarrLoadShardedStrategy())
+        base.register_default_strategy(
+            save, BACKEND, version, ZarrSaveShardedStrategy(BACKEND, version)
+        )
+        base.register_default_strategy(load, BACKEND, version, ZarrLoadShardedStrategy())
 
 
-class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
+class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     """Save strategy of the Zarr backend, synchronous or asynchronous.
 
     Args:
@@ -193,7 +175,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         session.zarr_format = zarr_format = 2 if self.version == V2_LAYOUT else 3
         session.manifest.array_documents = options.array_documents
 
-        def planned(layouts: Layouts) -> WritePlan:
+        def planned(layouts: coverage.Layouts) -> WritePlan:
             if zarr_format == 2:
                 _check_v2(options)
             with session.timed("plan"):
@@ -225,7 +207,7 @@ def _check_v2(options: SaveOptions) -> None:
         )
 
 
-class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
+class ZarrLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy):
     """Load strategy for the Zarr backend, both versions.
 
     Args:
@@ -275,7 +257,7 @@ class ZarrLoadShardedStrategy(ReadsOwnFormat, LoadShardedStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Remove all tensors whose key starts with a prefix. One rank calls it."""
-        stored = StoredCheckpoint(Location.of(checkpoint_dir))
+        stored = checkpoint.StoredCheckpoint(Location.of(checkpoint_dir))
         stored.require()
         stored.remove(key_prefix)
 
@@ -300,12 +282,12 @@ def _create_or_open_zarr_arrays(
     """
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
-    told = report_shards(not_alone(sharded_tensors))
+    told = coverage.report_shards(coverage.not_alone(sharded_tensors))
 
     def merged(reports: list[bytes]) -> bytes:
-        return pickle.dumps(merge_layouts(reports, ranks.members))
+        return pickle.dumps(coverage.merge_layouts(reports, ranks.members))
 
-    layouts: Layouts = pickle.loads(ranks.together(told, what=what, decide=merged))
+    layouts: coverage.Layouts = pickle.loads(ranks.together(told, what=what, decide=merged))
 
     def create() -> None:
         for tensor in sharded_tensors:
@@ -315,7 +297,7 @@ def _create_or_open_zarr_arrays(
     ranks.step(what, create)
 
     def opened(tensor: ShardedTensor) -> ZarrArray:
-        node = location.child(read_array_meta(location, tensor.key).node)
+        node = location.child(checkpoint.read_array_meta(location, tensor.key).node)
         return _open_zarr_array_verbose(node.place, "r+")
 
     return [opened(t) if is_main_replica(t.replica_id) else None for t in sharded_tensors]
@@ -323,13 +305,13 @@ def _create_or_open_zarr_arrays(
 
 def _should_create_array(ten: ShardedTensor) -> bool:
     """Return whether this rank creates the array: it holds the main replica of the first shard."""
-    return is_first(ten)
+    return coverage.is_first(ten)
 
 
 def _create_zarr_array(
     sharded_tensor: ShardedTensor,
     checkpoint_dir: str | Path,
-    layouts: Layouts = Layouts(),  # noqa: B008 (frozen)
+    layouts: coverage.Layouts = coverage.Layouts(),  # noqa: B008 (frozen)
 ) -> ZarrArray:
     """Create the array that a sharded tensor is a part of.
 
@@ -343,7 +325,7 @@ def _create_zarr_array(
     """
     meta = array_meta(sharded_tensor, SaveOptions(), layouts=layouts)
     location = Location.of(checkpoint_dir)
-    create_array(location, meta)
+    checkpoint.create_array(location, meta)
     return _open_zarr_array_verbose(location.child(meta.node).place, "r+")
 
 
@@ -362,7 +344,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
         )
     box, key = local_box(sharded_tensor), sharded_tensor.key
     place = _place_of(arr)
-    meta = None if place is None else read_array_meta(place[0], place[1])
+    meta = None if place is None else checkpoint.read_array_meta(place[0], place[1])
     if place is None or meta is None or meta.codecs is None or not meta.grid.is_aligned(box):
         data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
         arr = arr.with_config({"write_empty_chunks": True})  # write chunks of zeros too
@@ -370,13 +352,13 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
             if region.size:
                 arr[region.slices or ...] = piece
         return
-    layouts = Layouts()
+    layouts = coverage.Layouts()
     if sharded_tensor.flattened_range is not None:
         start, stop = flat_bounds(sharded_tensor)
         bounds = (0, start, -1), (start, stop, 0), (stop, box.size, -1)  # -1: another rank
-        layouts.ranges[key] = {box: [FlatRange(*range_) for range_ in bounds]}
+        layouts.ranges[key] = {box: [coverage.FlatRange(*range_) for range_ in bounds]}
     plan = plan_writes([sharded_tensor], 0, SaveOptions(), layouts=layouts, known={key: meta})
-    writes = [*plan.writes, *(_completed(place[0], cut) for cut in plan.cut)]
+    writes = [*plan.writes, *(_completed(arr, cut) for cut in plan.cut)]
     if not place[0].is_local:  # a save never overwrites an object
         place[0].remote.delete([item.name for item in writes])
     Mover(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
@@ -396,13 +378,10 @@ def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
     return Location.of(root, options), node
 
 
-def _completed(location: Location, cut: CutChunk) -> ChunkWrite:
+def _completed(arr: ZarrArray, cut: CutChunk) -> ChunkWrite:
     """Return a chunk that a tensor fills in part. The other elements are the stored ones, or zero
     if the chunk does not exist."""
-    box = cut.array.grid.box(cut.index)
-    data = np.zeros(box.shape, dtypes.numpy_dtype(cut.array.dtype))
-    with suppress(ChunkMissingError):
-        StoredCheckpoint(location).read([RegionRead(cut.array, box, data)])
+    data: NDArray[Any] = np.array(arr[cut.array.grid.box(cut.index).slices])
     for _, start, stop in (piece for piece in cut.pieces if piece[0] == 0):
         data.reshape(-1)[start:stop] = fetched(cut.local[start]).reshape(-1)
     return ChunkWrite(cut.array, cut.index, data)
@@ -410,13 +389,12 @@ def _completed(location: Location, cut: CutChunk) -> ChunkWrite:
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:
     """Load one sharded tensor from its array, committed or not."""
-    context = LoadContext(stored=StoredCheckpoint(Location.of(checkpoint_dir)))
+    context = LoadContext(stored=checkpoint.StoredCheckpoint(Location.of(checkpoint_dir)))
     url = context.stored.location.url
-    meta = read_array_meta(context.stored.location, sharded_tensor.key)
+    meta = checkpoint.read_array_meta(context.stored.location, sharded_tensor.key)
     plan = plan_reads([sharded_tensor], {meta.key: meta}, url)
     read_chunks(context, plan)
-    tensor: torch.Tensor = assemble(plan, {"": sharded_tensor}, url)[""]
-    return tensor
+    return cast(torch.Tensor, assemble(plan, {"": sharded_tensor}, url)[""])
 
 
 def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:
@@ -470,9 +448,8 @@ def postprocess_numpy_array(
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
     """Return the flattened range of a whole local tensor, 1-D; the tensor if there is no range."""
-    if sharded_tensor.flattened_range is None:
-        return x
-    return x.reshape(-1)[sharded_tensor.flattened_range]
+    flat = sharded_tensor.flattened_range
+    return x if flat is None else x.reshape(-1)[flat]
 
 
 def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
@@ -514,8 +491,8 @@ def load_zarr_based_sharded_metadata(
         names = [f"{node}/zarr.json", f"{node}/.zarray"]
         if not any(read_many(root, names)):
             continue
-        key = key_of(node) or read_array_meta(root, node).key
+        key = key_of(node) or checkpoint.read_array_meta(root, node).key
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))
         torch_dtype = dtypes.torch_dtype(dtypes.zarr_name(np.dtype(dtype)))
         found[key] = whole_tensor(key, tuple(int(n) for n in shape), torch_dtype)
-    return {**whole_tensors(root_arrays(root)), **found}
+    return {**whole_tensors(checkpoint.root_arrays(root)), **found}

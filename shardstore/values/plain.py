@@ -135,6 +135,14 @@ def _defaultdict_parts(value: collections.defaultdict[Any, Any]) -> list[Any]:
     return [name, _pairs(value)]
 
 
+def _defaultdict(parts: list[Any]) -> collections.defaultdict[Any, Any]:
+    return collections.defaultdict(_FACTORIES[parts[0]], parts[1])
+
+
+def _deque(parts: list[Any]) -> collections.deque[Any]:
+    return collections.deque(_list(parts[0]), parts[1])
+
+
 def _time_parts(value: datetime.datetime | datetime.time) -> list[Any]:
     if type(value.tzinfo) not in (type(None), datetime.timezone):
         kind = type(value).__name__
@@ -304,16 +312,8 @@ _FORMS: dict[type | str, _Form] = {
     pathlib.PurePosixPath: _Form("PurePosixPath", str, pathlib.PurePosixPath),
     collections.OrderedDict: _Form("OrderedDict", _pairs, collections.OrderedDict),
     collections.Counter: _Form("Counter", _pairs, lambda pairs: collections.Counter(dict(pairs))),
-    collections.defaultdict: _Form(
-        "defaultdict",
-        _defaultdict_parts,
-        lambda parts: collections.defaultdict(_FACTORIES[parts[0]], parts[1]),
-    ),
-    collections.deque: _Form(
-        "deque",
-        lambda value: [list(value), value.maxlen],
-        lambda parts: collections.deque(_list(parts[0]), parts[1]),
-    ),
+    collections.defaultdict: _Form("defaultdict", _defaultdict_parts, _defaultdict),
+    collections.deque: _Form("deque", lambda value: [list(value), value.maxlen], _deque),
     np.ndarray: _Form(
         "ndarray", lambda a: [_numpy_code(a.dtype), list(a.shape), _base64(a.tobytes())], _array
     ),

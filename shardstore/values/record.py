@@ -103,13 +103,8 @@ class StateRecord:
         """
         known = {**{key: self.value(key, url) for key in self.values}, **objects}
         with as_damage(url, f"{url}/zarr.json: the paths of the state dict contradict each other"):
-            mixed = {
-                path[:i]
-                for key, path in self.paths.items()
-                if key not in known
-                for i, name in enumerate(path)
-                if isinstance(name, int)
-            }
+            paths = [path for key, path in self.paths.items() if key not in known]
+            mixed = {path[:i] for path in paths for i, name in enumerate(path) if type(name) is int}
             by_path = {self.paths.get(key, (key,)): value for key, value in known.items()}
             found = dict(_nested(by_path, (), mixed))
         for path in sorted(self.lists, key=len, reverse=True):

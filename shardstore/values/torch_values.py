@@ -172,12 +172,10 @@ def _numpy_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
 
 
 def _sparse(layout: torch.layout, data: Sequence[Any]) -> torch.Tensor:
-    device = data[0].device
+    given: Any = {"device": data[0].device, "check_invariants": True}
     if layout == torch.sparse_coo:
-        return torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=True)
-    return torch.sparse_compressed_tensor(
-        *data, layout=layout, device=device, check_invariants=True
-    )
+        return torch.sparse_coo_tensor(*data[:3], **given)
+    return torch.sparse_compressed_tensor(*data, layout=layout, **given)
 
 
 def _subclassed(rebuild: _Name, kind: Any, args: Any, state: Any) -> Any:
@@ -239,10 +237,8 @@ _KNOWN: dict[str, Any] = {
     "torch.Tensor": torch.Tensor,
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "numpy.ndarray": np.ndarray,
-    "numpy.core.multiarray._reconstruct": _numpy_empty,
-    "numpy._core.multiarray._reconstruct": _numpy_empty,
-    "numpy.core.multiarray.scalar": _numpy_scalar,
-    "numpy._core.multiarray.scalar": _numpy_scalar,
+    **{f"numpy.{core}.multiarray._reconstruct": _numpy_empty for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _numpy_scalar for core in ("core", "_core")},
     "_codecs.encode": _encode,
 }
 
