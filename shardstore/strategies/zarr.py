@@ -1,8 +1,8 @@
 """Strategies of the Zarr backend, and functions that save and load single tensors.
 
 Backend ``("zarr", 2)`` is Zarr v3 and the default. ``("zarr", 1)`` is the Zarr v2 layout of
-Megatron-Core up to 0.15. The functions for single tensors use the same planner, writer and reader
-as the strategies.
+Megatron-Core up to 0.15. The functions for single tensors use the same planner and reader as the
+strategies; zarr itself writes an array that is open.
 """
 
 from __future__ import annotations
@@ -33,18 +33,15 @@ from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
     StateDict,
-    flat_bounds,
     is_main_replica,
     local_box,
 )
 from shardstore.saving.execute import stage_chunks, write_chunks
-from shardstore.saving.plan import CutChunk, WritePlan, array_meta, fetched, plan_writes
+from shardstore.saving.plan import WritePlan, array_meta, plan_writes
 from shardstore.saving.session import Part, SaveSession, session_of
 from shardstore.storage import checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
@@ -332,9 +329,9 @@ def _create_zarr_array(
 def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None) -> None:
     """Write a local tensor to its place in an array; replicas (and ``None``) write nothing.
 
-    If the tensor fills a part of a chunk, the chunk is read, changed and written. So two ranks must
-    not write to one chunk at the same time. If another program made the array, with codecs or a
-    grid that saves do not use, zarr writes the data.
+    zarr writes it, with the codecs and the grid of the array. If the tensor fills a part of a
+    chunk, zarr reads, changes and writes the chunk, so two ranks must not write to one chunk at the
+    same time.
     """
     if arr is None or not is_main_replica(sharded_tensor.replica_id):
         return
@@ -342,49 +339,11 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
         raise CheckpointingException(
             f"key {sharded_tensor.key!r} has no data to write", key=sharded_tensor.key
         )
-    box, key = local_box(sharded_tensor), sharded_tensor.key
-    place = _place_of(arr)
-    meta = None if place is None else checkpoint.read_array_meta(place[0], place[1])
-    if place is None or meta is None or meta.codecs is None or not meta.grid.is_aligned(box):
-        data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
-        arr = arr.with_config({"write_empty_chunks": True})  # write chunks of zeros too
-        for region, piece in held_regions(sharded_tensor, box, data):
-            if region.size:
-                arr[region.slices or ...] = piece
-        return
-    layouts = coverage.Layouts()
-    if sharded_tensor.flattened_range is not None:
-        start, stop = flat_bounds(sharded_tensor)
-        bounds = (0, start, -1), (start, stop, 0), (stop, box.size, -1)  # -1: another rank
-        layouts.ranges[key] = {box: [coverage.FlatRange(*range_) for range_ in bounds]}
-    plan = plan_writes([sharded_tensor], 0, SaveOptions(), layouts=layouts, known={key: meta})
-    writes = [*plan.writes, *(_completed(arr, cut) for cut in plan.cut)]
-    if not place[0].is_local:  # a save never overwrites an object
-        place[0].remote.delete([item.name for item in writes])
-    Mover(place[0], SaveOptions(durable=False)).write(writes, lambda *_: None)
-
-
-def _place_of(arr: ZarrArray) -> tuple[Location, str] | None:
-    """Return location and node of an array; ``None`` for a store that this package cannot open."""
-    store = cast(Any, arr.store)
-    if hasattr(store, "root"):
-        url, options = str(store.root), {}
-    elif hasattr(store, "fs"):
-        url = store.fs.unstrip_protocol(store.path.lstrip("/"))
-        options = {k: v for k, v in store.fs.storage_options.items() if k != "asynchronous"}
-    else:
-        return None
-    root, _, node = f"{url}/{arr.path}".rstrip("/").rpartition("/")
-    return Location.of(root, options), node
-
-
-def _completed(arr: ZarrArray, cut: CutChunk) -> ChunkWrite:
-    """Return a chunk that a tensor fills in part. The other elements are the stored ones, or zero
-    if the chunk does not exist."""
-    data: NDArray[Any] = np.array(arr[cut.array.grid.box(cut.index).slices])
-    for _, start, stop in (piece for piece in cut.pieces if piece[0] == 0):
-        data.reshape(-1)[start:stop] = fetched(cut.local[start]).reshape(-1)
-    return ChunkWrite(cut.array, cut.index, data)
+    data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
+    arr = arr.with_config({"write_empty_chunks": True})  # write chunks of zeros too
+    for region, piece in held_regions(sharded_tensor, local_box(sharded_tensor), data):
+        if region.size:
+            arr[region.slices or ...] = piece
 
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:

@@ -95,20 +95,6 @@ def test_one_tensor_is_written_as_by_a_save(
     assert torch.equal(_load_from_array(whole, alone), -WHOLE.to(dtype))
 
 
-@pytest.mark.parametrize("kind", ["whole", "regular", "irregular", "flat"])
-def test_zarr_writes_nothing_of_an_array_of_ours(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planner, writer and reader are those of saves and loads."""
-    shards = parts(kind, torch.float32)
-    arrays = _create_or_open_zarr_arrays(shards, tmp_path)
-    monkeypatch.setattr(zarr.Array, "__setitem__", None)
-    for shard, array in zip(shards, arrays, strict=True):
-        _save_to_existing_array(shard, array)
-    assert arrays[0] is not None
-    assert np.array_equal(arrays[0][:], WHOLE.numpy())
-
-
 def halves(rank: int, world: int, root: str) -> None:
     shards = parts("flat" if world == 3 else "irregular", torch.float32)
     (array,) = _create_or_open_zarr_arrays([shards[rank]], f"{root}/alone")
