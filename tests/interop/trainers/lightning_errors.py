@@ -13,17 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.lightning import with_storage
 
 
-def require(error: type[Exception], text: str, function: Callable[..., Any], *args: Any) -> None:
+def require(
+    error: type[BaseException], text: str, function: Callable[..., Any], *args: Any
+) -> None:
     """An error whose text has these words."""
-    caught: Exception | None = None
+    caught: BaseException | None = None
     try:
         function(*args)
-    except error as problem:
+    except kind as problem:
         caught = problem
     assert text in str(caught), caught
 
@@ -54,6 +57,12 @@ def main() -> None:
     assert strategy.load_checkpoint(place, state, strict=False) == {"step": 1}
     assert state["other"] == 2
     assert torch.equal(state["a"].weight, model.weight)
+    more = torch.nn.Linear(2, 1)
+    more.register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
+    require(CheckpointException, "extra", strategy.load_checkpoint, place, {"a": more})
+    strategy.load_checkpoint(place, {"a": more}, strict=False)
+    assert torch.equal(more.weight, model.weight)
+    assert torch.equal(more.extra, torch.ones(3))
     dist.destroy_process_group()
 
 
