@@ -33,10 +33,7 @@ from shardstore.storage.format.documents import (
     parse_v2_array,
 )
 from shardstore.storage.format.names import (
-    COMMON_STATE_NAME,
     CONFIG_NAME,
-    DCP_METADATA_NAME,
-    INTEGRITY_NAME,
     MANIFEST_NAME,
     key_of,
     node_name,
@@ -52,16 +49,6 @@ if TYPE_CHECKING:
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import ReadDone, RegionRead
 
-OWN_FILES = (
-    "zarr.json",
-    CONFIG_NAME,
-    COMMON_STATE_NAME,
-    MANIFEST_NAME,
-    ".owner.json",
-    INTEGRITY_NAME,
-    DCP_METADATA_NAME,
-)
-"""Files of a checkpoint that do not belong to an array."""
 SHOWN = 4
 """Number of arrays that an error names at most."""
 MANY_CHUNKS = 100_000

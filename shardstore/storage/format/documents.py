@@ -174,10 +174,6 @@ def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def _text(document: object) -> str:
-    return msgspec.json.encode(document).decode()
-
-
 def _named(name: str, **configuration: object) -> dict[str, Any]:
     return {"name": name, "configuration": configuration} if configuration else {"name": name}
 
@@ -193,25 +189,22 @@ def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[st
 def array_document(meta: ArrayMeta) -> str:
     """Return the text of an array's own document. It is the same on every rank."""
     shape, chunk_shape = meta.grid
+    document: dict[str, Any]
     if meta.zarr_format == 2:
-        return _text(
-            {
-                "zarr_format": 2,
-                "shape": shape,
-                "chunks": chunk_shape,
-                "dtype": dtypes.v2_dtype(meta.dtype),
-                "compressor": None,
-                "fill_value": None,
-                "order": "C",
-                "filters": None,
-                "dimension_separator": meta.separator,
-            }
-        )
-    about: dict[str, Any] = {"key": meta.key}
-    if meta.shard_shape is not None:
-        about["shard_shape"] = meta.shard_shape
-    return _text(
-        {
+        document = {
+            "zarr_format": 2,
+            "shape": shape,
+            "chunks": chunk_shape,
+            "dtype": dtypes.v2_dtype(meta.dtype),
+            "compressor": None,
+            "fill_value": None,
+            "order": "C",
+            "filters": None,
+            "dimension_separator": meta.separator,
+        }
+    else:
+        shards = {} if meta.shard_shape is None else {"shard_shape": meta.shard_shape}
+        document = {
             "zarr_format": 3,
             "node_type": "array",
             "shape": shape,
@@ -222,9 +215,9 @@ def array_document(meta: ArrayMeta) -> str:
             "codecs": _codec_documents(meta.dtype, meta.codecs),
             # xarray requires one length for all axes of the same name, so names have the key.
             "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(shape))],
-            "attributes": {"shardstore": about},
+            "attributes": {"shardstore": {"key": meta.key, **shards}},
         }
-    )
+    return msgspec.json.encode(document).decode()
 
 
 _OPENING = b'{"zarr_format":3,"node_type":"group","attributes":{'

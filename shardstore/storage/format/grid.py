@@ -111,15 +111,8 @@ class Grid(NamedTuple):
 
     def chunk_at(self, region: Box) -> Shape | None:
         """Return the index of the chunk that is exactly ``region``; ``None`` if there is none."""
-        index = []
-        for o, s, c, n in zip(
-            region.offset, region.shape, self.chunk_shape, self.shape, strict=True
-        ):
-            i, rest = divmod(o, c)
-            if rest or s <= 0 or s != (c if o + c <= n else n - o):
-                return None
-            index.append(i)
-        return tuple(index)
+        index = tuple(o // c for o, c in zip(region.offset, self.chunk_shape, strict=True))
+        return index if region.size > 0 and self.box(index) == region else None
 
     def overlapping(self, region: Box) -> Iterator[Shape]:
         """Yield the indices of the chunks that overlap ``region``, in C order."""

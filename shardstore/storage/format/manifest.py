@@ -22,7 +22,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -201,11 +201,16 @@ def summary_of(meta: ArrayMeta) -> str:
     )
 
 
-class Rows(NamedTuple):
+@dataclass
+class Rows:
     """The rows of one array: views of the columns of :class:`Manifest`, one entry per chunk.
 
     Attributes:
-        running: here ``(chunks, inner block boundaries of a chunk)``.
+        stored: size of each stored object in bytes, ``(chunks,)`` uint64.
+        crc: crc32c of each decoded chunk, ``(chunks,)`` uint32.
+        digest: xxh3-128 of each decoded chunk, ``(chunks, 16)`` uint8.
+        rank: global rank that wrote each chunk, ``(chunks,)`` uint32.
+        running: crc32c at the inner block boundaries of each chunk, ``(chunks, boundaries)``.
     """
 
     stored: NDArray[np.uint64]
@@ -216,24 +221,15 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class Manifest:
+class Manifest(Rows):
     """Table with one row per chunk, ordered by array and, within an array, by chunk in C order.
 
     Attributes:
         arrays: ``(node, number of chunks, bytes of a decoded chunk)`` in order.
-        stored: size of each stored object in bytes, ``(chunks,)`` uint64.
-        crc: crc32c of each decoded chunk, ``(chunks,)`` uint32.
-        digest: xxh3-128 of each decoded chunk, ``(chunks, 16)`` uint8.
-        rank: global rank that wrote each chunk, ``(chunks,)`` uint32.
-        running: crc32c at the inner block boundaries of all chunks, in the same order.
+        running: here one-dimensional, because its length per chunk depends on the array.
     """
 
     arrays: list[tuple[str, int, int]]
-    stored: NDArray[np.uint64]
-    crc: NDArray[np.uint32]
-    digest: NDArray[np.uint8]
-    rank: NDArray[np.uint32]
-    running: NDArray[np.uint32]
 
     def __post_init__(self) -> None:
         self._places: dict[str, tuple[slice, slice, int, int]] = {}
@@ -272,7 +268,7 @@ class Manifest:
         inner = np.repeat(keep, [n * inner_blocks(size) for _, n, size in self.arrays])
         arrays = [entry for entry in self.arrays if entry[0] not in nodes]
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS if name != "running"}
-        return Manifest(arrays, **columns, running=self.running[inner])
+        return Manifest(arrays=arrays, **columns, running=self.running[inner])
 
     def to_bytes(self) -> bytes:
         """Return the content of ``manifest.npz``."""
@@ -303,7 +299,7 @@ class Manifest:
                     (require_inside(node, url), int(n), int(size))
                     for node, n, size in json.loads(text)
                 ]
-                manifest = cls(arrays, *(columns[member] for member, _ in _COLUMNS.values()))
+                manifest = cls(*(columns[member] for member, _ in _COLUMNS.values()), arrays=arrays)
             if any(n < 0 or size < 1 for _, n, size in arrays):
                 raise ValueError("an array of impossible size")
             rows = sum(n for _, n, _ in arrays)
