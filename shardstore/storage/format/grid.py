@@ -112,7 +112,7 @@ class Grid(NamedTuple):
     def chunk_at(self, region: Box) -> Shape | None:
         """Return the index of the chunk that is exactly ``region``; ``None`` if there is none."""
         index = tuple(o // c for o, c in zip(region.offset, self.chunk_shape, strict=True))
-        return index if region.size > 0 and self.box(index) == region else None
+        return index if all(region.shape) and self.box(index) == region else None
 
     def overlapping(self, region: Box) -> Iterator[Shape]:
         """Yield the indices of the chunks that overlap ``region``, in C order."""

@@ -299,7 +299,8 @@ class Manifest(Rows):
                     (require_inside(node, url), int(n), int(size))
                     for node, n, size in json.loads(text)
                 ]
-                manifest = cls(*(columns[member] for member, _ in _COLUMNS.values()), arrays=arrays)
+                found = {name: columns[member] for name, (member, _) in _COLUMNS.items()}
+                manifest = cls(**found, arrays=arrays)
             if any(n < 0 or size < 1 for _, n, size in arrays):
                 raise ValueError("an array of impossible size")
             rows = sum(n for _, n, _ in arrays)
