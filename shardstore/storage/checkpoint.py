@@ -141,22 +141,19 @@ class StoredCheckpoint:
         except StorageError:
             return
         if begun and found == _MISSING:
-            raise UnfinishedError(
-                f"{place.url} is being replaced or deleted: a save or a deletion has begun there "
+            raise place.error(
+                " is being replaced or deleted: a save or a deletion has begun there "
                 f"({ATTEMPTS}/{begun[-1]}), and no checkpoint is committed. Read again after it "
                 "has finished; if its process died, save again, or read another checkpoint",
-                url=place.url,
+                UnfinishedError,
             )
         if self._seen not in (None, found):
             raise self._replaced()
 
     def _replaced(self) -> ReplacedError:
-        url = self.location.url
-        return ReplacedError(
-            f"{url} was replaced while it was read: another save wrote over it, or it was "
-            "deleted. Read it again, or read a checkpoint that nobody writes over",
-            url=url,
-        )
+        how = "was replaced while it was read: another save wrote over it, or it was deleted"
+        remedy = "Read it again, or read a checkpoint that nobody writes over"
+        return self.location.error(f" {how}. {remedy}", ReplacedError)
 
     @contextmanager
     def unless_replaced(self) -> Iterator[None]:
@@ -203,13 +200,12 @@ class StoredCheckpoint:
             self.require_unchanged()
             if not self.location.exists(CONFIG_NAME):
                 raise self._replaced()  # deleted since it was read
-            url = f"{self.location.url}/zarr.json"
-            raise DamagedCheckpointError(
-                f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
-                f"is ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in "
-                "an object store also by a save) that was interrupted or still runs; load an "
-                "earlier one",
-                url=url,
+            raise self.location.child("zarr.json").error(
+                f", the root document, {found} a checkpoint whose {CONFIG_NAME} says that it is "
+                f"ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in an "
+                "object store also by a save) that was interrupted or still runs; load an earlier "
+                "one",
+                DamagedCheckpointError,
             )
 
     @unlocked_property
@@ -433,14 +429,15 @@ class StoredCheckpoint:
         if self.root is not None or self.has_document(CONFIG_NAME):
             return
         self.require_unchanged()
-        url, found = self.location.url, "it has neither zarr.json nor metadata.json"
+        found = "it has neither zarr.json nor metadata.json"
         if self.location.is_local and not self.location.exists():
             found = "it does not exist"
         elif other := instead(self.location):
             found = other
         elif self.location.is_local and self.location.path.is_file():
             found = "it is a file: give the folder that save() wrote"
-        raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)
+        text = f" is not a distributed checkpoint: {found}"
+        raise self.location.error(text, NotACheckpointError)
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:

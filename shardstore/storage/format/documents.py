@@ -145,8 +145,10 @@ class ArrayMeta:
     def chunk_key(self, index: Sequence[int]) -> str:
         """Return the key of a chunk below the array (Zarr v3 core specification, "Chunk key
         encoding": default; or v2)."""
-        form = 2 if self.v2_keys else self.zarr_format
-        return chunk_key(form, self.separator, tuple(index))
+        numbers = self.separator.join(map(str, index))
+        if self.v2_keys or self.zarr_format == 2:
+            return numbers or "0"
+        return f"c{self.separator}{numbers}" if numbers else "c"
 
     def chunk_name(self, index: Sequence[int]) -> str:
         """Return the name of a chunk's file or object below the root."""
@@ -161,14 +163,6 @@ class ArrayMeta:
 def array_of_one_chunk(key: str, shape: tuple[int, ...], dtype: str) -> ArrayMeta:
     """Return the array of a tensor that a file of another format holds, without codecs."""
     return ArrayMeta(key, key, Grid(shape, tuple(max(1, n) for n in shape)), dtype, codecs=())
-
-
-@lru_cache(maxsize=4096)
-def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
-    """Return the key of a chunk, see :meth:`ArrayMeta.chunk_key`."""
-    if zarr_format == 2:
-        return separator.join(map(str, index)) if index else "0"
-    return separator.join(["c", *map(str, index)])
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode

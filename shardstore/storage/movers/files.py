@@ -84,7 +84,12 @@ def read_files(
     def work(batch: Sequence[ChunkPart]) -> None:
         size = 0
         chunks = [
-            (f"{root}/{p.array.node}/{p.key}", p.array, p.array.expected_crc(p.number), p.out)
+            (
+                f"{root}/{p.array.chunk_name(p.index)}",
+                p.array,
+                p.array.expected_crc(p.number),
+                p.out,
+            )
             for p in batch
         ]
         for part, (path, array, *_), read in zip(batch, chunks, read_at_once(chunks), strict=True):

@@ -58,11 +58,9 @@ def write_objects(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -
 
     def request(io: ObjectIO, item: ChunkWrite) -> _Request:
         if (stored := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
-            url = f"{location.url}/{item.name}"
-            raise StorageError(
-                f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
-                "in smaller chunks, as the default strategy ('zarr', 2) does",
-                url=url,
+            raise location.child(item.name).error(
+                f" has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save in "
+                "smaller chunks, as the default strategy ('zarr', 2) does"
             )
         yield _held_bytes(item), stored if item.array.is_packed else 0, item.array.chunk_bytes
         chunk = EncodedChunk(item.array, item.data())
@@ -85,7 +83,7 @@ def read_objects(
     with the commit, which detects chunks that a late writer of another save has overwritten."""
 
     def request(io: ObjectIO, part: ChunkPart) -> _Request:
-        array, key = part.array, f"{part.array.node}/{part.key}"
+        array, key = part.array, part.array.chunk_name(part.index)
         verifier = ChunkVerifier.of(part, manifest)
         size = verifier.last - verifier.first
         # A compressed chunk is in memory three times: twice as received, and decompressed.

@@ -14,19 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    DamagedCheckpointError,
-    StorageError,
-)
+from shardstore.errors import ArgumentError, CheckpointingException, StorageError, damaged
 from shardstore.storage.movers.counters import counters
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
+
+E = TypeVar("E", bound=CheckpointingException)
 
 _FILE = "file://"
 # A scheme has at least two letters: a single letter is a Windows drive.
@@ -190,22 +187,16 @@ def open_regular(path: str) -> int:
         os.close(fd)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise DamagedCheckpointError(
-        f"{path} is not a regular file (but a FIFO, a device or a link to itself), and saves write "
-        "regular files only: the checkpoint is damaged; load an earlier one",
-        url=path,
-    )
+    wrong = "is not a regular file (but a FIFO, a device or a link to itself)"
+    raise damaged(path, f"{wrong}, and saves write regular files only: the checkpoint is damaged")
 
 
 def require_size(data: bytes | memoryview | None, url: str, most: int | None) -> None:
     """Raise :class:`DamagedCheckpointError` if a file or object has more bytes than the commit
     says."""
     if data is not None and most is not None and len(data) > most:
-        raise DamagedCheckpointError(
-            f"{url} has more than {most} bytes, its size in the commit: the checkpoint is damaged; "
-            "load an earlier one",
-            url=url,
-        )
+        what = f"has more than {most} bytes, its size in the commit: the checkpoint is damaged"
+        raise damaged(url, what)
 
 
 def fsync(path: str) -> None:
@@ -299,9 +290,7 @@ class Location:
 
         return RemoteStore(self.url, self.options)
 
-    def error(
-        self, text: str, kind: type[CheckpointingException] = StorageError
-    ) -> CheckpointingException:
+    def error(self, text: str, kind: type[E] = StorageError) -> E:  # type: ignore[assignment]
         """Return an error about this location. Its message is the URL, followed by ``text``."""
         return kind(f"{self.url}{text}", url=self.url)
 
