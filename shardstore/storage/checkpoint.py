@@ -436,8 +436,8 @@ class StoredCheckpoint:
             found = other
         elif self.location.is_local and self.location.path.is_file():
             found = "it is a file: give the folder that save() wrote"
-        text = f" is not a distributed checkpoint: {found}"
-        raise self.location.error(text, NotACheckpointError)
+        what = f" is not a distributed checkpoint: {found}"
+        raise self.location.error(what, NotACheckpointError)
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:

@@ -49,9 +49,7 @@ class Box(NamedTuple):
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(e - o for o, e in zip(offset, end, strict=True))
-        if any(s <= 0 for s in shape):
-            return None
-        return Box(offset, shape)
+        return None if any(s <= 0 for s in shape) else Box(offset, shape)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """Return the same box with ``origin`` as the zero point."""
@@ -116,13 +114,11 @@ class Grid(NamedTuple):
 
     def overlapping(self, region: Box) -> Iterator[Shape]:
         """Yield the indices of the chunks that overlap ``region``, in C order."""
-        if any(s <= 0 for s in region.shape):
-            return
-        ranges = [
-            range(o // c, -(-(o + s) // c))
+        ranges = (
+            range(o // c, -(-(o + s) // c) if s > 0 else 0)
             for o, s, c in zip(region.offset, region.shape, self.chunk_shape, strict=True)
-        ]
-        yield from product(*ranges)
+        )
+        return product(*ranges)
 
     def is_aligned(self, region: Box) -> bool:
         """Return whether ``region`` is made of whole chunks."""

@@ -31,10 +31,8 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError, DamagedCheckpointError, as_damage
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import inner_blocks
-from shardstore.storage.format.names import MANIFEST_NAME, require_inside
+from shardstore.storage.format.names import require_inside
 from shardstore.storage.movers.checksums import crc32c
-
-__all__ = ["MANIFEST_NAME", "ROW", "ChunkRecord", "Manifest", "RankManifest", "content_digest"]
 
 ROW = np.dtype(
     [
