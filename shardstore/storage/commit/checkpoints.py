@@ -36,9 +36,7 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
             "checkpoint, or save elsewhere",
             CheckpointExistsError,
         )
-    if place.is_local:
-        return folder.begin(place, options)
-    return objects.begin(place, options)
+    return folder.begin(place, options) if place.is_local else objects.begin(place, options)
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:

@@ -102,8 +102,7 @@ class FolderAttempt(Attempt):
 
         def work(batch: Sequence[tuple[str, bytes]]) -> None:
             for name, data in batch:
-                node, below, _ = name.partition("/")
-                key = key_of(node) if below else None
+                key = key_of(name.rpartition("/")[0]) or None
                 with store_errors("writing", f"{folder}/{name}", key=key):
                     write_file(f"{folder}/{name}", [[data]])
 

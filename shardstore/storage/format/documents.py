@@ -507,14 +507,13 @@ class RootDocument:
     Attributes:
         url: URL of the document, for error texts.
         attributes: attributes of the root group.
-        format_version: version in ``attributes.shardstore``; ``None`` if another program wrote the
-            group.
         texts: node -> document of each member that the group lists.
         consolidated: whether the group lists its members; groups of other programs may not.
         is_rewritten: whether another program wrote or rewrote the document. Its content may have
             changed, and it has no checksum.
         is_summed: whether the document has a checksum, which was verified.
         about: the attributes that this package wrote; empty if another program wrote the group.
+        format_version: version in ``about``; ``None`` if another program wrote the group.
         commit: the commit record; empty if there is none.
         array_documents: whether arrays have documents of their own, according to this document.
         chunk_sums: node -> base64 of :attr:`ArrayMeta.crcs`, from the commit.
@@ -527,7 +526,6 @@ class RootDocument:
 
     url: str
     attributes: dict[str, Any]
-    format_version: int | None
     texts: dict[str, bytes]
     consolidated: bool = True
     is_rewritten: bool = False
@@ -535,6 +533,7 @@ class RootDocument:
 
     def __post_init__(self) -> None:
         self.about = _dict_of(self.attributes, "shardstore")
+        self.format_version: int | None = self.about.get("format_version")
         self.commit = _dict_of(self.about, "commit")
         self.array_documents = self.about.get(ARRAY_DOCUMENTS) is not False
         self.chunk_sums = _dict_of(self.about, CHUNK_SUMS)
@@ -609,7 +608,7 @@ def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]
     attributes: Any = None
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
         attributes = _ROOT.decode(text).attributes
-    root = RootDocument("", attributes, None, {})
+    root = RootDocument("", attributes, {})
     return root.about.get("config"), root.file_sums, root.file_bytes
 
 
@@ -645,11 +644,10 @@ def parse_root(text: bytes, url: str) -> RootDocument:
     except msgspec.ValidationError:
         consolidated = False
     attributes = document.attributes if isinstance(document.attributes, dict) else {}
-    about = attributes.get("shardstore")
-    version = about.get("format_version") if isinstance(about, dict) else None
     is_rewritten = not text.startswith(_OPENING)
-    root = RootDocument(url, attributes, version, texts, consolidated, is_rewritten, is_summed)
-    if isinstance(about, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
+    root = RootDocument(url, attributes, texts, consolidated, is_rewritten, is_summed)
+    version, ours = root.format_version, attributes.get("shardstore")
+    if isinstance(ours, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
         if not (is_rewritten or is_summed):  # later formats have the checksum
             raise root.damaged(f"has shardstore format version {version!r} and no checksum")
         raise FormatVersionError(

@@ -112,8 +112,7 @@ class RankManifest:
             AccessPatternError: the key was recorded before with another shape, data type or layout.
         """
         summary = sys.intern(summary_of(meta))  # pickle sends equal texts once if they are interned
-        described = len(self.arrays), summary, self.rank
-        _, known, _ = self.arrays.setdefault(meta.key, described)
+        _, known, _ = self.arrays.setdefault(meta.key, (len(self.arrays), summary, self.rank))
         if known != summary:
             raise AccessPatternError(
                 f"key {meta.key!r} is used for two different tensors on rank {self.rank}: one has "
@@ -144,8 +143,7 @@ class RankManifest:
         """
         numbers = []
         for key, (_, summary, rank) in other.arrays.items():
-            described = len(self.arrays), summary, rank
-            number, known, first = self.arrays.setdefault(key, described)
+            number, known, first = self.arrays.setdefault(key, (len(self.arrays), summary, rank))
             if known != summary:
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {rank} and rank {first} describe key {key!r} "

@@ -67,9 +67,7 @@ def _node_name(key: str) -> str:
 
 def key_of(name: str) -> str | None:
     """Return the key of a node name; ``None`` for a shortened name."""
-    if "%~" in name:
-        return None
-    return unquote(name, errors="surrogateescape")
+    return None if "%~" in name else unquote(name, errors="surrogateescape")
 
 
 def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

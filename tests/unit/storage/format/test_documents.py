@@ -362,7 +362,7 @@ def test_arrays_of_one_data_type_and_other_codecs_under_one_root() -> None:
         key: json.dumps(document | {"attributes": {}}).encode()
         for key, document in described.items()
     }
-    root = RootDocument("the-url", {}, None, members)
+    root = RootDocument("the-url", {}, members)
     found = root.arrays()
     assert [found[key].codecs for key in "abcde"] == [
         ("crc32c",),
