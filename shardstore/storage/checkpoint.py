@@ -10,17 +10,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardstore.errors import (
-    CheckpointExistsError,
-    ChunkMissingError,
-    DamagedCheckpointError,
-    DTypeMismatchError,
-    FormatVersionError,
-    MissingKeyError,
-    NotACheckpointError,
-    StorageError,
-    damaged,
-)
+from shardstore import errors
 from shardstore.storage.commit.identity import ATTEMPTS, instead, is_committed
 from shardstore.storage.format.documents import (
     ArrayMeta,
@@ -76,11 +66,11 @@ class unlocked_property(cached_property[T]):  # noqa: N801 (as functools names i
         self.lock = nullcontext()
 
 
-class ReplacedError(StorageError):
+class ReplacedError(errors.StorageError):
     """The checkpoint was replaced or deleted during a read."""
 
 
-class UnfinishedError(ReplacedError, NotACheckpointError):
+class UnfinishedError(ReplacedError, errors.NotACheckpointError):
     """A save or a deletion in an object store has begun, and no checkpoint is committed there."""
 
 
@@ -138,7 +128,7 @@ class StoredCheckpoint:
             if not place.is_local and not is_committed(place):
                 begun = place.remote.listing(ATTEMPTS)
             found = _checksum(place.read_if_there("zarr.json"))
-        except StorageError:
+        except errors.StorageError:
             return
         if begun and found == _MISSING:
             raise place.error(
@@ -205,7 +195,7 @@ class StoredCheckpoint:
                 f"ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in an "
                 "object store also by a save) that was interrupted or still runs; load an earlier "
                 "one",
-                DamagedCheckpointError,
+                errors.DamagedCheckpointError,
             )
 
     @unlocked_property
@@ -245,7 +235,7 @@ class StoredCheckpoint:
         files = len(self.location.walk(array.node))
         if count > 100 * files:
             url = f"{self.location.url}/{array.node}"
-            raise ChunkMissingError(
+            raise errors.ChunkMissingError(
                 f"at least {count - files} of {count} chunks of key {array.key!r} are missing: "
                 f"{url}; the checkpoint is damaged, load an earlier one",
                 key=array.key,
@@ -267,7 +257,7 @@ class StoredCheckpoint:
             try:
                 if (meta := parse(node, text, url)) is not None:
                     yield meta
-            except (FormatVersionError, DTypeMismatchError) as error:
+            except (errors.FormatVersionError, errors.DTypeMismatchError) as error:
                 if self.refused is None:
                     raise
                 self.refused[key_of(node) or node] = error
@@ -303,7 +293,9 @@ class StoredCheckpoint:
             names = sorted(["zarr.json", MANIFEST_NAME], reverse=not root.is_summed)
             url, other = (f"{self.location.url}/{name}" for name in names)
             about = ", ".join(differing[:SHOWN])
-            raise damaged(url, f"disagrees with {other} about {about}: one of them is damaged")
+            raise errors.damaged(
+                url, f"disagrees with {other} about {about}: one of them is damaged"
+            )
 
     @unlocked_property
     def manifest(self) -> Manifest | None:
@@ -403,7 +395,7 @@ class StoredCheckpoint:
                 f"is not the file that was committed (crc32c {found:08x}, in the commit "
                 f"{known:08x}): it was damaged, or overwritten by an abandoned save"
             )
-        raise damaged(f"{self.location.url}/{name}", what)
+        raise errors.damaged(f"{self.location.url}/{name}", what)
 
     def object_files(self) -> dict[str, str]:
         """Return unique key (``rng/shard_0_4``) -> name below the root, for all files of sharded
@@ -437,7 +429,7 @@ class StoredCheckpoint:
         elif self.location.is_local and self.location.path.is_file():
             found = "it is a file: give the folder that save() wrote"
         what = f" is not a distributed checkpoint: {found}"
-        raise self.location.error(what, NotACheckpointError)
+        raise self.location.error(what, errors.NotACheckpointError)
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:
@@ -455,7 +447,7 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
             return found
     if (meta := root_arrays(location).get(key)) is not None:
         return meta
-    raise MissingKeyError(
+    raise errors.MissingKeyError(
         f"there is no array of key {key!r} below {location.url}", key=key, url=location.url
     )
 
@@ -475,7 +467,7 @@ def create_array(location: Location, meta: ArrayMeta) -> None:
     """
     document, url = f"{meta.node}/{meta.document_name}", f"{location.url}/{meta.node}"
     if meta.key in root_arrays(location) or location.exists(document):
-        raise CheckpointExistsError(
+        raise errors.CheckpointExistsError(
             f"Array {url} already exists; save to an empty folder", key=meta.key, url=url
         )
     location.write(document, array_document(meta).encode())

@@ -18,14 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from shardstore.errors import (
-    CheckpointingException,
-    DamagedCheckpointError,
-    DTypeMismatchError,
-    FormatVersionError,
-    NotACheckpointError,
-    damaged,
-)
+from shardstore import errors
 from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.checksums import crc32c
@@ -341,11 +334,11 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: bytes, url: str) -> T:
             # Python and zarr write NaN and Infinity, which are not valid JSON.
             return decoder.decode(msgspec.json.encode(json.loads(text)))
     except msgspec.ValidationError as error:
-        raise FormatVersionError(
+        raise errors.FormatVersionError(
             f"{url} is not what this version of shardstore reads: {error}", url=url
         ) from error
     except (ValueError, RecursionError) as error:
-        raise NotACheckpointError(
+        raise errors.NotACheckpointError(
             f"{url} is not valid JSON ({error}): it is damaged, or not part of a checkpoint",
             url=url,
         ) from error
@@ -376,7 +369,7 @@ def parse_array(
     try:
         grid, codecs, separator, v2_keys = _layout(document.shape, chunk_shape, *shared)
     except (msgspec.ValidationError, ValueError) as error:
-        raise FormatVersionError(
+        raise errors.FormatVersionError(
             f"{url} is no array that this version of shardstore reads: {error}", url=url
         ) from error
     dtypes.check(document.data_type, url)
@@ -487,7 +480,7 @@ def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
     found = {meta.key: meta for meta in metas}
     if len(found) < len(metas):
         (node, *_) = {meta.node for meta in metas} - {meta.node for meta in found.values()}
-        raise damaged(url, f"has two arrays of the same key, one of them at {node!r}")
+        raise errors.damaged(url, f"has two arrays of the same key, one of them at {node!r}")
     return found
 
 
@@ -496,7 +489,7 @@ def _dict_of(attributes: object, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-Refused: TypeAlias = dict[str, CheckpointingException]
+Refused: TypeAlias = dict[str, errors.CheckpointingException]
 """Errors of the arrays of another program that this version cannot read, by key."""
 
 
@@ -565,7 +558,7 @@ class RootDocument:
                 meta = parse_array(
                     node, text, f"{self.url}/{node}", sums.get(node), sizes.get(node)
                 )
-            except (FormatVersionError, DTypeMismatchError) as error:
+            except (errors.FormatVersionError, errors.DTypeMismatchError) as error:
                 if refused is not None and self.format_version is None:
                     refused[names.key_of(node) or node] = error
                     continue
@@ -591,14 +584,14 @@ class RootDocument:
         kept = [(node, text.decode()) for node, text in self.texts.items() if node not in nodes]
         return root_document(kept, self.attributes | ({"shardstore": about} if about else {}))
 
-    def damaged(self, what: str) -> DamagedCheckpointError:
+    def damaged(self, what: str) -> errors.DamagedCheckpointError:
         """Return the error for a damaged or changed root document.
 
         Args:
             what: predicate of the error's sentence; its subject is the document's URL.
         """
         wrong = f"{what}: it is damaged, or another program changed it; put the saved one back"
-        return damaged(self.url, wrong)
+        return errors.damaged(self.url, wrong)
 
 
 def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]]:
@@ -624,15 +617,15 @@ def parse_root(text: bytes, url: str) -> RootDocument:
     if is_summed := text.startswith(_SUMMED):
         stored, found = text[len(_SUMMED) : _SUM_END], b"%08x" % crc32c(text[_SUM_END:], 0)
         if stored != found:
-            raise damaged(
+            raise errors.damaged(
                 url,
                 f"fails its checksum ({ROOT_SUM} {stored!r:.20}, found {found!r}): it is damaged, "
                 "or another program changed it and left the checksum in it; put the saved one back",
             )
     try:
         document = _decoded(_ROOT, text, url)
-    except FormatVersionError as error:
-        raise NotACheckpointError(
+    except errors.FormatVersionError as error:
+        raise errors.NotACheckpointError(
             f"{url} is no Zarr v3 group, and so not a distributed checkpoint of this format "
             f"({error.__cause__}); give the folder that save() wrote",
             url=url,
@@ -650,7 +643,7 @@ def parse_root(text: bytes, url: str) -> RootDocument:
     if isinstance(ours, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
         if not (is_rewritten or is_summed):  # later formats have the checksum
             raise root.damaged(f"has shardstore format version {version!r} and no checksum")
-        raise FormatVersionError(
+        raise errors.FormatVersionError(
             f"{url} has shardstore format version {version!r}; this version of shardstore reads "
             f"up to {FORMAT_VERSION}: upgrade shardstore to load it",
             url=url,
