@@ -21,11 +21,19 @@ from shardstore.core import parse_config
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
 from shardstore.inspection.opened import codec_error, matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
-from shardstore.storage.checkpoint import OWN_FILES, ReplacedError, StoredCheckpoint
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
+from shardstore.storage.commit.folder import OWNER_NAME
 from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array
 from shardstore.storage.format.grid import Grid
-from shardstore.storage.format.manifest import MANIFEST_NAME, Manifest
-from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, key_of, object_place
+from shardstore.storage.format.manifest import Manifest
+from shardstore.storage.format.names import (
+    COMMON_STATE_NAME,
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    OWN_FILES,
+    key_of,
+    object_place,
+)
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.mover import check_chunk
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -393,7 +401,7 @@ class _Verification:
 
     def _report_foreign(self, nodes: set[str]) -> None:
         """Report files outside of the folders of arrays that are not part of the checkpoint."""
-        known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES)
+        known = {node.partition("/")[0] for node in nodes}.union(OWN_FILES, {OWNER_NAME})
         parts = (name.split("/") for name in self.names)
         for name in sorted({"/".join(part[:2]) for part in parts if part[0] not in known}):
             folder, _, file = name.partition("/")

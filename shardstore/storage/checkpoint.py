@@ -10,17 +10,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardstore.errors import (
-    CheckpointExistsError,
-    ChunkMissingError,
-    DamagedCheckpointError,
-    DTypeMismatchError,
-    FormatVersionError,
-    MissingKeyError,
-    NotACheckpointError,
-    StorageError,
-    damaged,
-)
+from shardstore import errors
 from shardstore.storage.commit.identity import ATTEMPTS, instead, is_committed
 from shardstore.storage.format.documents import (
     ArrayMeta,
@@ -33,10 +23,7 @@ from shardstore.storage.format.documents import (
     parse_v2_array,
 )
 from shardstore.storage.format.names import (
-    COMMON_STATE_NAME,
     CONFIG_NAME,
-    DCP_METADATA_NAME,
-    INTEGRITY_NAME,
     MANIFEST_NAME,
     key_of,
     node_name,
@@ -52,16 +39,6 @@ if TYPE_CHECKING:
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import ReadDone, RegionRead
 
-OWN_FILES = (
-    "zarr.json",
-    CONFIG_NAME,
-    COMMON_STATE_NAME,
-    MANIFEST_NAME,
-    ".owner.json",
-    INTEGRITY_NAME,
-    DCP_METADATA_NAME,
-)
-"""Files of a checkpoint that do not belong to an array."""
 SHOWN = 4
 """Number of arrays that an error names at most."""
 MANY_CHUNKS = 100_000
@@ -89,11 +66,11 @@ class unlocked_property(cached_property[T]):  # noqa: N801 (as functools names i
         self.lock = nullcontext()
 
 
-class ReplacedError(StorageError):
+class ReplacedError(errors.StorageError):
     """The checkpoint was replaced or deleted during a read."""
 
 
-class UnfinishedError(ReplacedError, NotACheckpointError):
+class UnfinishedError(ReplacedError, errors.NotACheckpointError):
     """A save or a deletion in an object store has begun, and no checkpoint is committed there."""
 
 
@@ -151,25 +128,22 @@ class StoredCheckpoint:
             if not place.is_local and not is_committed(place):
                 begun = place.remote.listing(ATTEMPTS)
             found = _checksum(place.read_if_there("zarr.json"))
-        except StorageError:
+        except errors.StorageError:
             return
         if begun and found == _MISSING:
-            raise UnfinishedError(
-                f"{place.url} is being replaced or deleted: a save or a deletion has begun there "
+            raise place.error(
+                " is being replaced or deleted: a save or a deletion has begun there "
                 f"({ATTEMPTS}/{begun[-1]}), and no checkpoint is committed. Read again after it "
                 "has finished; if its process died, save again, or read another checkpoint",
-                url=place.url,
+                UnfinishedError,
             )
         if self._seen not in (None, found):
             raise self._replaced()
 
     def _replaced(self) -> ReplacedError:
-        url = self.location.url
-        return ReplacedError(
-            f"{url} was replaced while it was read: another save wrote over it, or it was "
-            "deleted. Read it again, or read a checkpoint that nobody writes over",
-            url=url,
-        )
+        how = "was replaced while it was read: another save wrote over it, or it was deleted"
+        remedy = "Read it again, or read a checkpoint that nobody writes over"
+        return self.location.error(f" {how}. {remedy}", ReplacedError)
 
     @contextmanager
     def unless_replaced(self) -> Iterator[None]:
@@ -216,13 +190,12 @@ class StoredCheckpoint:
             self.require_unchanged()
             if not self.location.exists(CONFIG_NAME):
                 raise self._replaced()  # deleted since it was read
-            url = f"{self.location.url}/zarr.json"
-            raise DamagedCheckpointError(
-                f"{url}, the root document, {found} a checkpoint whose {CONFIG_NAME} says that it "
-                f"is ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in "
-                "an object store also by a save) that was interrupted or still runs; load an "
-                "earlier one",
-                url=url,
+            raise self.location.child("zarr.json").error(
+                f", the root document, {found} a checkpoint whose {CONFIG_NAME} says that it is "
+                f"ours (backend {LAYOUT}): the checkpoint is damaged, perhaps by a deletion (in an "
+                "object store also by a save) that was interrupted or still runs; load an earlier "
+                "one",
+                errors.DamagedCheckpointError,
             )
 
     @unlocked_property
@@ -262,7 +235,7 @@ class StoredCheckpoint:
         files = len(self.location.walk(array.node))
         if count > 100 * files:
             url = f"{self.location.url}/{array.node}"
-            raise ChunkMissingError(
+            raise errors.ChunkMissingError(
                 f"at least {count - files} of {count} chunks of key {array.key!r} are missing: "
                 f"{url}; the checkpoint is damaged, load an earlier one",
                 key=array.key,
@@ -284,7 +257,7 @@ class StoredCheckpoint:
             try:
                 if (meta := parse(node, text, url)) is not None:
                     yield meta
-            except (FormatVersionError, DTypeMismatchError) as error:
+            except (errors.FormatVersionError, errors.DTypeMismatchError) as error:
                 if self.refused is None:
                     raise
                 self.refused[key_of(node) or node] = error
@@ -320,7 +293,9 @@ class StoredCheckpoint:
             names = sorted(["zarr.json", MANIFEST_NAME], reverse=not root.is_summed)
             url, other = (f"{self.location.url}/{name}" for name in names)
             about = ", ".join(differing[:SHOWN])
-            raise damaged(url, f"disagrees with {other} about {about}: one of them is damaged")
+            raise errors.damaged(
+                url, f"disagrees with {other} about {about}: one of them is damaged"
+            )
 
     @unlocked_property
     def manifest(self) -> Manifest | None:
@@ -420,7 +395,7 @@ class StoredCheckpoint:
                 f"is not the file that was committed (crc32c {found:08x}, in the commit "
                 f"{known:08x}): it was damaged, or overwritten by an abandoned save"
             )
-        raise damaged(f"{self.location.url}/{name}", what)
+        raise errors.damaged(f"{self.location.url}/{name}", what)
 
     def object_files(self) -> dict[str, str]:
         """Return unique key (``rng/shard_0_4``) -> name below the root, for all files of sharded
@@ -446,14 +421,15 @@ class StoredCheckpoint:
         if self.root is not None or self.has_document(CONFIG_NAME):
             return
         self.require_unchanged()
-        url, found = self.location.url, "it has neither zarr.json nor metadata.json"
+        found = "it has neither zarr.json nor metadata.json"
         if self.location.is_local and not self.location.exists():
             found = "it does not exist"
         elif other := instead(self.location):
             found = other
         elif self.location.is_local and self.location.path.is_file():
             found = "it is a file: give the folder that save() wrote"
-        raise NotACheckpointError(f"{url} is not a distributed checkpoint: {found}", url=url)
+        what = f" is not a distributed checkpoint: {found}"
+        raise self.location.error(what, errors.NotACheckpointError)
 
 
 def read_array_meta(location: Location, key: str) -> ArrayMeta:
@@ -471,7 +447,7 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
             return found
     if (meta := root_arrays(location).get(key)) is not None:
         return meta
-    raise MissingKeyError(
+    raise errors.MissingKeyError(
         f"there is no array of key {key!r} below {location.url}", key=key, url=location.url
     )
 
@@ -491,7 +467,7 @@ def create_array(location: Location, meta: ArrayMeta) -> None:
     """
     document, url = f"{meta.node}/{meta.document_name}", f"{location.url}/{meta.node}"
     if meta.key in root_arrays(location) or location.exists(document):
-        raise CheckpointExistsError(
+        raise errors.CheckpointExistsError(
             f"Array {url} already exists; save to an empty folder", key=meta.key, url=url
         )
     location.write(document, array_document(meta).encode())

@@ -152,11 +152,7 @@ class SaveOptions:
 
 
 def options_of(
-    caller: str,
-    given: Mapping[str, Any],
-    *,
-    keywords: type = SaveKeywords,
-    **further: Any,
+    caller: str, given: Mapping[str, Any], *, keywords: type = SaveKeywords, **further: Any
 ) -> SaveOptions:
     """Return the options of a save.
 

@@ -27,7 +27,8 @@ import xxhash
 from shardstore.errors import NotACheckpointError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt, SupersededError
-from shardstore.storage.format.manifest import MANIFEST_NAME, ChunkRecord, RankManifest
+from shardstore.storage.format.manifest import ChunkRecord, RankManifest
+from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES

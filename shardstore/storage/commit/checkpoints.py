@@ -14,15 +14,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
-from shardstore.storage.commit import folder, objects
+from shardstore.storage.commit import folder, identity, objects
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.identity import (
-    ATTEMPTS,
-    is_checkpoint,
-    is_committed,
-    node_type,
-    what_else,
-)
 from shardstore.storage.commit.inventory import known_nodes, own_names
 from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.options import SaveOptions, require_bool
@@ -37,15 +30,13 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
             ``overwrite`` is false.
         StorageError: the store failed.
     """
-    if options.overwrite and node_type(place) == "array":
+    if options.overwrite and identity.node_type(place) == "array":
         raise place.error(
             " is a single array, not a checkpoint, and is not overwritten: give the folder of a "
             "checkpoint, or save elsewhere",
             CheckpointExistsError,
         )
-    if place.is_local:
-        return folder.begin(place, options)
-    return objects.begin(place, options)
+    return folder.begin(place, options) if place.is_local else objects.begin(place, options)
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
@@ -124,7 +115,7 @@ def latest(
     place.require_no_file()
     names = [([*map(int, re.findall(r"\d+", name))], name) for name in place.listing()]
     for _, name in sorted(names, reverse=True):
-        if not name.startswith(".") and is_checkpoint(place.child(name)):
+        if not name.startswith(".") and identity.is_checkpoint(place.child(name)):
             return place.child(name).url
     return None
 
@@ -151,8 +142,8 @@ def delete_checkpoint(
 
 def require_checkpoint(location: Location) -> None:
     """Raise :class:`NotACheckpointError` if a place holds no checkpoint to delete."""
-    if not is_checkpoint(location):
-        other = what_else(location)
+    if not identity.is_checkpoint(location):
+        other = identity.what_else(location)
         found = f"is {other}, not a checkpoint" if other else "is not a checkpoint"
         raise location.error(f" {found}; nothing was deleted", NotACheckpointError)
 
@@ -168,12 +159,12 @@ def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Lef
     targets = set()
     for name in known:
         above, _, last = f"/{name}".rpartition("/")
-        if last == MANIFEST_NAME or above.endswith(f"/{ATTEMPTS}"):
-            targets.add(above.removesuffix(f"/{ATTEMPTS}").lstrip("/"))
+        if last == MANIFEST_NAME or above.endswith(f"/{identity.ATTEMPTS}"):
+            targets.add(above.removesuffix(f"/{identity.ATTEMPTS}").lstrip("/"))
     found = []
     for path in sorted(targets):
         target, prefix = (place.child(path), f"{path}/") if path else (place, "")
-        if is_committed(target):
+        if identity.is_committed(target):
             continue
         names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
         own = [known[prefix + name] for name in own_names(names, *known_nodes(target, names))]

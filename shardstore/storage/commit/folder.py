@@ -33,13 +33,8 @@ from pathlib import Path
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit.attempt import Attempt, exists_error
 from shardstore.storage.commit.identity import has_dcp_metadata
-from shardstore.storage.commit.inventory import (
-    COMMITS,
-    deletion_rounds,
-    known_nodes,
-    own_names,
-)
-from shardstore.storage.format.names import key_of
+from shardstore.storage.commit.inventory import deletion_rounds, known_nodes, own_names
+from shardstore.storage.format.names import COMMITS, key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
@@ -107,8 +102,7 @@ class FolderAttempt(Attempt):
 
         def work(batch: Sequence[tuple[str, bytes]]) -> None:
             for name, data in batch:
-                node, below, _ = name.partition("/")
-                key = key_of(node) if below else None
+                key = key_of(name.rpartition("/")[0]) or None
                 with store_errors("writing", f"{folder}/{name}", key=key):
                     write_file(f"{folder}/{name}", [[data]])
 

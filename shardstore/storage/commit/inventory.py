@@ -16,11 +16,13 @@ from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACh
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import ATTEMPTS, is_foreign_node
 from shardstore.storage.format.names import (
+    COMMITS,
     COMMON_STATE_NAME,
     CONFIG_NAME,
     DCP_METADATA_NAME,
     INTEGRITY_NAME,
     MANIFEST_NAME,
+    OWN_FILES,
     object_place,
     require_inside,
 )
@@ -29,11 +31,9 @@ from shardstore.storage.stores.objects import read_many
 
 DELETING = f"{ATTEMPTS}/deleting"
 """Mark of a deletion that is still running or whose process died."""
-COMMITS = ("zarr.json", CONFIG_NAME)
 HASHED_BYTES = 16 * 1024 * 1024
 """A file is read in parts of this size to compute its hash."""
 
-_OWN = frozenset({*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, DCP_METADATA_NAME, INTEGRITY_NAME})
 _MARK = re.compile(rf"(?:{ATTEMPTS}/)?(\d{{6,}})\.(\w+)")
 _NODES = re.compile(rf"{ATTEMPTS}/\d{{6,}}\.nodes-\d+\.json")
 _CHUNK = re.compile(r"|c([./]\d+)*|\d+([./]\d+)*")
@@ -81,7 +81,7 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
     described = _described(location)
     while not unknown <= ours and (nodes := next(described, None)) is not None:
         ours |= unknown & nodes
-    if location.is_local and "zarr.json" not in names and not _OWN.isdisjoint(names):
+    if location.is_local and "zarr.json" not in names and not set(OWN_FILES).isdisjoint(names):
         ours |= {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
     asked = sorted(documented - ours)
     documents = [f"{node}/zarr.json" for node in asked]
@@ -157,7 +157,7 @@ def own_names(
         if not below:
             # A document, or the temporary file of a process that died while writing one.
             is_data = (died or has_dcp) and first.endswith(".distcp")
-            return is_data or first.partition(".new-")[0] in _OWN
+            return is_data or first.partition(".new-")[0] in OWN_FILES
         if first == ATTEMPTS:
             return True
         if first in foreign:

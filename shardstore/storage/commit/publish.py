@@ -17,14 +17,9 @@ from typing import Any
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format import documents
 from shardstore.storage.format.documents import ArrayMeta, array_document
-from shardstore.storage.format.manifest import (
-    MANIFEST_NAME,
-    ChunkRecord,
-    RankManifest,
-    content_digest,
-)
+from shardstore.storage.format.manifest import ChunkRecord, RankManifest, content_digest
 from shardstore.storage.format.merge import Merged, merge
-from shardstore.storage.format.names import CONFIG_NAME, check_collisions
+from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.mover import Mover
@@ -169,10 +164,7 @@ def write_chunks(
 
 
 def publish(
-    attempt: Attempt,
-    options: SaveOptions,
-    reports: Sequence[bytes | RankManifest],
-    about: About,
+    attempt: Attempt, options: SaveOptions, reports: Sequence[bytes | RankManifest], about: About
 ) -> None:
     """Check that every chunk was written exactly once, and commit. One process calls it.
 

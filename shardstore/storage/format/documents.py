@@ -18,14 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from shardstore.errors import (
-    CheckpointingException,
-    DamagedCheckpointError,
-    DTypeMismatchError,
-    FormatVersionError,
-    NotACheckpointError,
-    damaged,
-)
+from shardstore import errors
 from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.checksums import crc32c
@@ -145,8 +138,10 @@ class ArrayMeta:
     def chunk_key(self, index: Sequence[int]) -> str:
         """Return the key of a chunk below the array (Zarr v3 core specification, "Chunk key
         encoding": default; or v2)."""
-        form = 2 if self.v2_keys else self.zarr_format
-        return chunk_key(form, self.separator, tuple(index))
+        numbers = self.separator.join(map(str, index))
+        if self.v2_keys or self.zarr_format == 2:
+            return numbers or "0"
+        return f"c{self.separator}{numbers}" if numbers else "c"
 
     def chunk_name(self, index: Sequence[int]) -> str:
         """Return the name of a chunk's file or object below the root."""
@@ -163,19 +158,7 @@ def array_of_one_chunk(key: str, shape: tuple[int, ...], dtype: str) -> ArrayMet
     return ArrayMeta(key, key, Grid(shape, tuple(max(1, n) for n in shape)), dtype, codecs=())
 
 
-@lru_cache(maxsize=4096)
-def chunk_key(zarr_format: int, separator: str, index: tuple[int, ...]) -> str:
-    """Return the key of a chunk, see :meth:`ArrayMeta.chunk_key`."""
-    if zarr_format == 2:
-        return separator.join(map(str, index)) if index else "0"
-    return separator.join(["c", *map(str, index)])
-
-
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-
-
-def _text(document: object) -> str:
-    return msgspec.json.encode(document).decode()
 
 
 def _named(name: str, **configuration: object) -> dict[str, Any]:
@@ -193,25 +176,22 @@ def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[st
 def array_document(meta: ArrayMeta) -> str:
     """Return the text of an array's own document. It is the same on every rank."""
     shape, chunk_shape = meta.grid
+    document: dict[str, Any]
     if meta.zarr_format == 2:
-        return _text(
-            {
-                "zarr_format": 2,
-                "shape": shape,
-                "chunks": chunk_shape,
-                "dtype": dtypes.v2_dtype(meta.dtype),
-                "compressor": None,
-                "fill_value": None,
-                "order": "C",
-                "filters": None,
-                "dimension_separator": meta.separator,
-            }
-        )
-    about: dict[str, Any] = {"key": meta.key}
-    if meta.shard_shape is not None:
-        about["shard_shape"] = meta.shard_shape
-    return _text(
-        {
+        document = {
+            "zarr_format": 2,
+            "shape": shape,
+            "chunks": chunk_shape,
+            "dtype": dtypes.v2_dtype(meta.dtype),
+            "compressor": None,
+            "fill_value": None,
+            "order": "C",
+            "filters": None,
+            "dimension_separator": meta.separator,
+        }
+    else:
+        shards = {} if meta.shard_shape is None else {"shard_shape": meta.shard_shape}
+        document = {
             "zarr_format": 3,
             "node_type": "array",
             "shape": shape,
@@ -222,9 +202,9 @@ def array_document(meta: ArrayMeta) -> str:
             "codecs": _codec_documents(meta.dtype, meta.codecs),
             # xarray requires one length for all axes of the same name, so names have the key.
             "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(shape))],
-            "attributes": {"shardstore": about},
+            "attributes": {"shardstore": {"key": meta.key, **shards}},
         }
-    )
+    return msgspec.json.encode(document).decode()
 
 
 _OPENING = b'{"zarr_format":3,"node_type":"group","attributes":{'
@@ -354,11 +334,11 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: bytes, url: str) -> T:
             # Python and zarr write NaN and Infinity, which are not valid JSON.
             return decoder.decode(msgspec.json.encode(json.loads(text)))
     except msgspec.ValidationError as error:
-        raise FormatVersionError(
+        raise errors.FormatVersionError(
             f"{url} is not what this version of shardstore reads: {error}", url=url
         ) from error
     except (ValueError, RecursionError) as error:
-        raise NotACheckpointError(
+        raise errors.NotACheckpointError(
             f"{url} is not valid JSON ({error}): it is damaged, or not part of a checkpoint",
             url=url,
         ) from error
@@ -389,7 +369,7 @@ def parse_array(
     try:
         grid, codecs, separator, v2_keys = _layout(document.shape, chunk_shape, *shared)
     except (msgspec.ValidationError, ValueError) as error:
-        raise FormatVersionError(
+        raise errors.FormatVersionError(
             f"{url} is no array that this version of shardstore reads: {error}", url=url
         ) from error
     dtypes.check(document.data_type, url)
@@ -500,7 +480,7 @@ def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
     found = {meta.key: meta for meta in metas}
     if len(found) < len(metas):
         (node, *_) = {meta.node for meta in metas} - {meta.node for meta in found.values()}
-        raise damaged(url, f"has two arrays of the same key, one of them at {node!r}")
+        raise errors.damaged(url, f"has two arrays of the same key, one of them at {node!r}")
     return found
 
 
@@ -509,7 +489,7 @@ def _dict_of(attributes: object, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-Refused: TypeAlias = dict[str, CheckpointingException]
+Refused: TypeAlias = dict[str, errors.CheckpointingException]
 """Errors of the arrays of another program that this version cannot read, by key."""
 
 
@@ -520,14 +500,13 @@ class RootDocument:
     Attributes:
         url: URL of the document, for error texts.
         attributes: attributes of the root group.
-        format_version: version in ``attributes.shardstore``; ``None`` if another program wrote the
-            group.
         texts: node -> document of each member that the group lists.
         consolidated: whether the group lists its members; groups of other programs may not.
         is_rewritten: whether another program wrote or rewrote the document. Its content may have
             changed, and it has no checksum.
         is_summed: whether the document has a checksum, which was verified.
         about: the attributes that this package wrote; empty if another program wrote the group.
+        format_version: version in ``about``; ``None`` if another program wrote the group.
         commit: the commit record; empty if there is none.
         array_documents: whether arrays have documents of their own, according to this document.
         chunk_sums: node -> base64 of :attr:`ArrayMeta.crcs`, from the commit.
@@ -540,7 +519,6 @@ class RootDocument:
 
     url: str
     attributes: dict[str, Any]
-    format_version: int | None
     texts: dict[str, bytes]
     consolidated: bool = True
     is_rewritten: bool = False
@@ -548,6 +526,7 @@ class RootDocument:
 
     def __post_init__(self) -> None:
         self.about = _dict_of(self.attributes, "shardstore")
+        self.format_version: int | None = self.about.get("format_version")
         self.commit = _dict_of(self.about, "commit")
         self.array_documents = self.about.get(ARRAY_DOCUMENTS) is not False
         self.chunk_sums = _dict_of(self.about, CHUNK_SUMS)
@@ -579,7 +558,7 @@ class RootDocument:
                 meta = parse_array(
                     node, text, f"{self.url}/{node}", sums.get(node), sizes.get(node)
                 )
-            except (FormatVersionError, DTypeMismatchError) as error:
+            except (errors.FormatVersionError, errors.DTypeMismatchError) as error:
                 if refused is not None and self.format_version is None:
                     refused[names.key_of(node) or node] = error
                     continue
@@ -605,14 +584,14 @@ class RootDocument:
         kept = [(node, text.decode()) for node, text in self.texts.items() if node not in nodes]
         return root_document(kept, self.attributes | ({"shardstore": about} if about else {}))
 
-    def damaged(self, what: str) -> DamagedCheckpointError:
+    def damaged(self, what: str) -> errors.DamagedCheckpointError:
         """Return the error for a damaged or changed root document.
 
         Args:
             what: predicate of the error's sentence; its subject is the document's URL.
         """
         wrong = f"{what}: it is damaged, or another program changed it; put the saved one back"
-        return damaged(self.url, wrong)
+        return errors.damaged(self.url, wrong)
 
 
 def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]]:
@@ -622,7 +601,7 @@ def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]
     attributes: Any = None
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
         attributes = _ROOT.decode(text).attributes
-    root = RootDocument("", attributes, None, {})
+    root = RootDocument("", attributes, {})
     return root.about.get("config"), root.file_sums, root.file_bytes
 
 
@@ -638,15 +617,15 @@ def parse_root(text: bytes, url: str) -> RootDocument:
     if is_summed := text.startswith(_SUMMED):
         stored, found = text[len(_SUMMED) : _SUM_END], b"%08x" % crc32c(text[_SUM_END:], 0)
         if stored != found:
-            raise damaged(
+            raise errors.damaged(
                 url,
                 f"fails its checksum ({ROOT_SUM} {stored!r:.20}, found {found!r}): it is damaged, "
                 "or another program changed it and left the checksum in it; put the saved one back",
             )
     try:
         document = _decoded(_ROOT, text, url)
-    except FormatVersionError as error:
-        raise NotACheckpointError(
+    except errors.FormatVersionError as error:
+        raise errors.NotACheckpointError(
             f"{url} is no Zarr v3 group, and so not a distributed checkpoint of this format "
             f"({error.__cause__}); give the folder that save() wrote",
             url=url,
@@ -658,14 +637,13 @@ def parse_root(text: bytes, url: str) -> RootDocument:
     except msgspec.ValidationError:
         consolidated = False
     attributes = document.attributes if isinstance(document.attributes, dict) else {}
-    about = attributes.get("shardstore")
-    version = about.get("format_version") if isinstance(about, dict) else None
     is_rewritten = not text.startswith(_OPENING)
-    root = RootDocument(url, attributes, version, texts, consolidated, is_rewritten, is_summed)
-    if isinstance(about, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
+    root = RootDocument(url, attributes, texts, consolidated, is_rewritten, is_summed)
+    version, ours = root.format_version, attributes.get("shardstore")
+    if isinstance(ours, dict) and not (type(version) is int and 1 <= version <= FORMAT_VERSION):
         if not (is_rewritten or is_summed):  # later formats have the checksum
             raise root.damaged(f"has shardstore format version {version!r} and no checksum")
-        raise FormatVersionError(
+        raise errors.FormatVersionError(
             f"{url} has shardstore format version {version!r}; this version of shardstore reads "
             f"up to {FORMAT_VERSION}: upgrade shardstore to load it",
             url=url,

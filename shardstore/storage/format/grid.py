@@ -49,9 +49,7 @@ class Box(NamedTuple):
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(e - o for o, e in zip(offset, end, strict=True))
-        if any(s <= 0 for s in shape):
-            return None
-        return Box(offset, shape)
+        return None if any(s <= 0 for s in shape) else Box(offset, shape)
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """Return the same box with ``origin`` as the zero point."""
@@ -111,25 +109,16 @@ class Grid(NamedTuple):
 
     def chunk_at(self, region: Box) -> Shape | None:
         """Return the index of the chunk that is exactly ``region``; ``None`` if there is none."""
-        index = []
-        for o, s, c, n in zip(
-            region.offset, region.shape, self.chunk_shape, self.shape, strict=True
-        ):
-            i, rest = divmod(o, c)
-            if rest or s <= 0 or s != (c if o + c <= n else n - o):
-                return None
-            index.append(i)
-        return tuple(index)
+        index = tuple(o // c for o, c in zip(region.offset, self.chunk_shape, strict=True))
+        return index if all(region.shape) and self.box(index) == region else None
 
     def overlapping(self, region: Box) -> Iterator[Shape]:
         """Yield the indices of the chunks that overlap ``region``, in C order."""
-        if any(s <= 0 for s in region.shape):
-            return
-        ranges = [
-            range(o // c, -(-(o + s) // c))
+        ranges = (
+            range(o // c, -(-(o + s) // c) if s > 0 else 0)
             for o, s, c in zip(region.offset, region.shape, self.chunk_shape, strict=True)
-        ]
-        yield from product(*ranges)
+        )
+        return product(*ranges)
 
     def is_aligned(self, region: Box) -> bool:
         """Return whether ``region`` is made of whole chunks."""

@@ -22,7 +22,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -31,10 +31,8 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError, DamagedCheckpointError, as_damage
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import inner_blocks
-from shardstore.storage.format.names import MANIFEST_NAME, require_inside
+from shardstore.storage.format.names import require_inside
 from shardstore.storage.movers.checksums import crc32c
-
-__all__ = ["MANIFEST_NAME", "ROW", "ChunkRecord", "Manifest", "RankManifest", "content_digest"]
 
 ROW = np.dtype(
     [
@@ -114,8 +112,7 @@ class RankManifest:
             AccessPatternError: the key was recorded before with another shape, data type or layout.
         """
         summary = sys.intern(summary_of(meta))  # pickle sends equal texts once if they are interned
-        described = len(self.arrays), summary, self.rank
-        _, known, _ = self.arrays.setdefault(meta.key, described)
+        _, known, _ = self.arrays.setdefault(meta.key, (len(self.arrays), summary, self.rank))
         if known != summary:
             raise AccessPatternError(
                 f"key {meta.key!r} is used for two different tensors on rank {self.rank}: one has "
@@ -146,8 +143,7 @@ class RankManifest:
         """
         numbers = []
         for key, (_, summary, rank) in other.arrays.items():
-            described = len(self.arrays), summary, rank
-            number, known, first = self.arrays.setdefault(key, described)
+            number, known, first = self.arrays.setdefault(key, (len(self.arrays), summary, rank))
             if known != summary:
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {rank} and rank {first} describe key {key!r} "
@@ -201,11 +197,16 @@ def summary_of(meta: ArrayMeta) -> str:
     )
 
 
-class Rows(NamedTuple):
+@dataclass
+class Rows:
     """The rows of one array: views of the columns of :class:`Manifest`, one entry per chunk.
 
     Attributes:
-        running: here ``(chunks, inner block boundaries of a chunk)``.
+        stored: size of each stored object in bytes, ``(chunks,)`` uint64.
+        crc: crc32c of each decoded chunk, ``(chunks,)`` uint32.
+        digest: xxh3-128 of each decoded chunk, ``(chunks, 16)`` uint8.
+        rank: global rank that wrote each chunk, ``(chunks,)`` uint32.
+        running: crc32c at the inner block boundaries of each chunk, ``(chunks, boundaries)``.
     """
 
     stored: NDArray[np.uint64]
@@ -216,24 +217,15 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class Manifest:
+class Manifest(Rows):
     """Table with one row per chunk, ordered by array and, within an array, by chunk in C order.
 
     Attributes:
         arrays: ``(node, number of chunks, bytes of a decoded chunk)`` in order.
-        stored: size of each stored object in bytes, ``(chunks,)`` uint64.
-        crc: crc32c of each decoded chunk, ``(chunks,)`` uint32.
-        digest: xxh3-128 of each decoded chunk, ``(chunks, 16)`` uint8.
-        rank: global rank that wrote each chunk, ``(chunks,)`` uint32.
-        running: crc32c at the inner block boundaries of all chunks, in the same order.
+        running: here one-dimensional, because its length per chunk depends on the array.
     """
 
     arrays: list[tuple[str, int, int]]
-    stored: NDArray[np.uint64]
-    crc: NDArray[np.uint32]
-    digest: NDArray[np.uint8]
-    rank: NDArray[np.uint32]
-    running: NDArray[np.uint32]
 
     def __post_init__(self) -> None:
         self._places: dict[str, tuple[slice, slice, int, int]] = {}
@@ -272,7 +264,7 @@ class Manifest:
         inner = np.repeat(keep, [n * inner_blocks(size) for _, n, size in self.arrays])
         arrays = [entry for entry in self.arrays if entry[0] not in nodes]
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS if name != "running"}
-        return Manifest(arrays, **columns, running=self.running[inner])
+        return Manifest(arrays=arrays, **columns, running=self.running[inner])
 
     def to_bytes(self) -> bytes:
         """Return the content of ``manifest.npz``."""
@@ -303,7 +295,8 @@ class Manifest:
                     (require_inside(node, url), int(n), int(size))
                     for node, n, size in json.loads(text)
                 ]
-                manifest = cls(arrays, *(columns[member] for member, _ in _COLUMNS.values()))
+                found = {name: columns[member] for name, (member, _) in _COLUMNS.items()}
+                manifest = cls(**found, arrays=arrays)
             if any(n < 0 or size < 1 for _, n, size in arrays):
                 raise ValueError("an array of impossible size")
             rows = sum(n for _, n, _ in arrays)

@@ -101,7 +101,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     np.add.at(stored, rows["rank"], rows["stored"].astype(np.int64))
     return Merged(
         Manifest(
-            entries,
+            arrays=entries,
             **{name: ordered[name].copy() for name in ("stored", "crc", "digest", "rank")},
             running=_running(whole, array, starts, [size for _, _, size in entries]),
         ),

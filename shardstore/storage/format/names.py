@@ -26,6 +26,10 @@ COMMON_OBJECT = "common_state"
 DCP_METADATA_NAME = ".metadata"
 """File that identifies a checkpoint of PyTorch DCP. A checkpoint of shardstore may have it too, for
 programs that look for it."""
+COMMITS = ("zarr.json", CONFIG_NAME)
+"""Documents that commit a checkpoint."""
+OWN_FILES = (*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, INTEGRITY_NAME, DCP_METADATA_NAME)
+"""Files of a committed checkpoint that do not belong to an array."""
 RESERVED = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME})
 """Names that a checkpoint uses for its own files, in lower case."""
 
@@ -63,9 +67,7 @@ def _node_name(key: str) -> str:
 
 def key_of(name: str) -> str | None:
     """Return the key of a node name; ``None`` for a shortened name."""
-    if "%~" in name:
-        return None
-    return unquote(name, errors="surrogateescape")
+    return None if "%~" in name else unquote(name, errors="surrogateescape")
 
 
 def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

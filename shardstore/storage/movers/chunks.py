@@ -15,7 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta, chunk_key
+from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import ChunkRecord, Manifest
 
@@ -100,7 +100,6 @@ class ChunkPart:
         index: index of the chunk.
         within: the part, relative to the chunk's corner.
         out: the destination of the part.
-        key: key of the chunk below the array.
         number: position of the chunk in C order over the grid.
     """
 
@@ -108,44 +107,35 @@ class ChunkPart:
     index: tuple[int, ...]
     within: Box
     out: NDArray[Any]
-    key: str
     number: int
 
 
 def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
     """Split a region along the chunk grid."""
     array, out = read.array, read.out
-    cutting = array.grid, array.zarr_format, array.separator, read.box
-    for index, within, where, key, number in _few_cuts(*cutting) or _cuts(*cutting):
-        target = out if where is None else out[where]
-        yield ChunkPart(array, index, within, target, key, number)
+    cuts = _few_cuts(array.grid, read.box) or _cuts(array.grid, read.box)
+    for index, within, where, number in cuts:
+        yield ChunkPart(array, index, within, out if where is None else out[where], number)
 
 
-_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, str, int]
+_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, int]
 """A chunk that a region overlaps: the chunk's index, the overlap relative to the chunk, the overlap
-relative to the region (``None``: the whole region), the chunk's key, and its position in C
-order."""
+relative to the region (``None``: the whole region), and the chunk's position in C order."""
 
 
 @lru_cache(maxsize=512)  # many tensors and optimizer moments of a model share few shapes
-def _few_cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Sequence[_Cut] | None:
+def _few_cuts(grid: Grid, region: Box) -> Sequence[_Cut] | None:
     """Return :func:`_cuts` as a tuple; ``None`` if there are more than :data:`FEW_CUTS`, which
     would take too much memory in the cache."""
-    found = tuple(islice(_cuts(grid, zarr_format, separator, region), FEW_CUTS + 1))
+    found = tuple(islice(_cuts(grid, region), FEW_CUTS + 1))
     return found if len(found) <= FEW_CUTS else None
 
 
-def _cuts(grid: Grid, zarr_format: int, separator: str, region: Box) -> Iterator[_Cut]:
+def _cuts(grid: Grid, region: Box) -> Iterator[_Cut]:
     for index in grid.overlapping(region):
         chunk = grid.box(index)
         common = chunk.intersect(region)
         assert common is not None
         # With the ellipsis, a 0-d part stays an array; indexing with () alone copies the element.
         where = None if common == region else (..., *common.relative_to(region.offset).slices)
-        yield (
-            index,
-            common.relative_to(chunk.offset),
-            where,
-            chunk_key(zarr_format, separator, index),
-            grid.linear(index),
-        )
+        yield index, common.relative_to(chunk.offset), where, grid.linear(index)

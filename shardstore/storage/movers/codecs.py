@@ -41,12 +41,15 @@ class BadChunkError(Exception):
         self.kind, self.text = kind, text
 
 
+def uncompressed_bytes(array: ArrayMeta) -> int:
+    """Return the size of a stored chunk in bytes if it is not compressed."""
+    return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
+
+
 def stored_bytes(array: ArrayMeta, number: int) -> int | None:
     """Return the size of a stored chunk in bytes; ``None`` for a compressed chunk whose size the
     commit does not have. ``number`` is the position of the chunk in C order over the grid."""
-    if array.is_packed:
-        return array.expected_size(number)
-    return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
+    return array.expected_size(number) if array.is_packed else uncompressed_bytes(array)
 
 
 def most_stored_bytes(array: ArrayMeta, number: int) -> int:

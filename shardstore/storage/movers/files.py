@@ -55,9 +55,6 @@ def write_files(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -> 
         for item in batch:
             path = f"{mover.location.url}/{item.name}"
             with store_errors("writing", path, key=item.array.key):
-                if not any(item.index):  # before its first chunk, which would fail without a folder
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(path.rpartition("/")[0])
                 chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
                 write_file(path, chunk, durable=mover.options.durable)
             record = chunk.record
@@ -84,7 +81,12 @@ def read_files(
     def work(batch: Sequence[ChunkPart]) -> None:
         size = 0
         chunks = [
-            (f"{root}/{p.array.node}/{p.key}", p.array, p.array.expected_crc(p.number), p.out)
+            (
+                f"{root}/{p.array.chunk_name(p.index)}",
+                p.array,
+                p.array.expected_crc(p.number),
+                p.out,
+            )
             for p in batch
         ]
         for part, (path, array, *_), read in zip(batch, chunks, read_at_once(chunks), strict=True):

@@ -101,9 +101,8 @@ def check_chunk(
     """
     number, name = array.grid.linear(index), array.chunk_name(index)
     rows = None if manifest is None else manifest.rows(array)
-    crc, digest = None if rows is None else int(rows.crc[number]), None
-    if rows is not None and hashes:
-        digest = rows.digest[number].tobytes()
+    crc = None if rows is None else int(rows.crc[number])
+    digest = None if rows is None or not hashes else rows.digest[number].tobytes()
     verifier = ChunkVerifier(array, number, 0, array.chunk_bytes, crc=crc, digest=digest)
     try:
         if location.is_local and array.codecs is not None:

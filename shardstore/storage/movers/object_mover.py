@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardstore.errors import StorageError
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.movers import codecs
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
-from shardstore.storage.movers.codecs import (
-    CRC_BYTES,
-    BadChunkError,
-    EncodedChunk,
-    most_stored_bytes,
-    stored_bytes,
-)
 from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.stores.object_io import (
@@ -57,15 +50,13 @@ def write_objects(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -
     location, attempt, lock = mover.location, mover.attempt, threading.Lock()
 
     def request(io: ObjectIO, item: ChunkWrite) -> _Request:
-        if (stored := _stored_bytes(item.array)) > MAX_OBJECT_BYTES:
-            url = f"{location.url}/{item.name}"
-            raise StorageError(
-                f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
-                "in smaller chunks, as the default strategy ('zarr', 2) does",
-                url=url,
+        if (stored := codecs.uncompressed_bytes(item.array)) > MAX_OBJECT_BYTES:
+            raise location.child(item.name).error(
+                f" has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save in "
+                "smaller chunks, as the default strategy ('zarr', 2) does"
             )
         yield _held_bytes(item), stored if item.array.is_packed else 0, item.array.chunk_bytes
-        chunk = EncodedChunk(item.array, item.data())
+        chunk = codecs.EncodedChunk(item.array, item.data())
         (parts,) = chunk
         check = attempt.check if attempt else lambda: None
         create = begin_create(io, location, item.name, parts, check)
@@ -85,7 +76,7 @@ def read_objects(
     with the commit, which detects chunks that a late writer of another save has overwritten."""
 
     def request(io: ObjectIO, part: ChunkPart) -> _Request:
-        array, key = part.array, f"{part.array.node}/{part.key}"
+        array, key = part.array, part.array.chunk_name(part.index)
         verifier = ChunkVerifier.of(part, manifest)
         size = verifier.last - verifier.first
         # A compressed chunk is in memory three times: twice as received, and decompressed.
@@ -93,18 +84,18 @@ def read_objects(
         stop: int | None = verifier.last
         if not verifier.sums and size == array.chunk_bytes:
             # The commit of an older checkpoint lacks the sizes of compressed chunks.
-            is_known = stored_bytes(array, part.number) is not None or io.reads_past_end
-            stop = io.end_of(most_stored_bytes(array, part.number)) if is_known else None
+            is_known = codecs.stored_bytes(array, part.number) is not None or io.reads_past_end
+            stop = io.end_of(codecs.most_stored_bytes(array, part.number)) if is_known else None
         get = io.begin_get(key, verifier.first, stop, size=size)
         yield None
         data = get()
         del get  # frees TensorStore's copy
         try:
             if data is None:
-                raise BadChunkError("missing", "is missing")
+                raise codecs.BadChunkError("missing", "is missing")
             verifier.update(memoryview(data))
             verifier.finish()
-        except BadChunkError as problem:
+        except codecs.BadChunkError as problem:
             url = f"{mover.location.url}/{key}"
             raise chunk_error(array, part.index, url, problem, manifest) from None
         verifier.scatter(part, verifier.chunk or data)
@@ -155,16 +146,11 @@ def _each(mover: Mover, items: Sequence[T], request: Callable[[ObjectIO, T], _Re
     run_requests(io, items, begin, small=min(sizes) < LARGE_BYTES)
 
 
-def _stored_bytes(array: ArrayMeta) -> int:
-    """Return the size of a chunk's object in bytes before compression."""
-    return array.chunk_bytes + (CRC_BYTES if array.has_crc else 0)
-
-
 def _held_bytes(item: ChunkWrite) -> int:
     """Return the memory in bytes that a PUT of a chunk takes in addition to its source: the request
     body, the gathered chunk, and the result of a source function."""
     array, source = item.array, item.source
-    stored = _stored_bytes(array)
+    stored = codecs.uncompressed_bytes(array)
     box, shape = array.grid.box(item.index), array.grid.chunk_shape
     made = box.size * dtypes.itemsize(array.dtype) if callable(source) else 0
     gathered = box.shape != shape if callable(source) else not lies_as_chunk(source, shape)

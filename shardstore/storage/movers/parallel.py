@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_THREADS = 8
+MOST_IN_BATCH = 256
 NICENESS = 5
 """Added to the nice value of threads that write beside a training loop, so that the loop has
 priority if processors are busy."""
@@ -78,7 +79,6 @@ def run_batched(
     threads: int,
     weight: Callable[[T], int] = lambda _: 1,
     batch_weight: int = 1,
-    batch_items: int = 256,
 ) -> None:
     """Call ``work`` on consecutive batches of ``items``, from up to ``threads`` threads.
 
@@ -87,14 +87,14 @@ def run_batched(
         work: called with a batch, by several threads at a time.
         threads: number of threads, including the caller's.
         weight: returns the weight of a job (bytes).
-        batch_weight: largest weight of a batch; a job that exceeds it is a batch by itself.
-        batch_items: largest number of jobs in a batch.
+        batch_weight: largest weight of a batch, which has at most :data:`MOST_IN_BATCH` jobs; a job
+            that exceeds it is a batch by itself.
 
     Raises:
         BaseException: the first error that ``work`` raised, or an interrupt. No batch starts after
             it, and all threads have ended. :data:`kept_memory` of the calling thread is freed.
     """
-    batches = deque(in_rounds(items, weight, batch_weight, batch_items))
+    batches = deque(in_rounds(items, weight, batch_weight, MOST_IN_BATCH))
     failures: list[BaseException] = []
 
     def worker() -> None:
@@ -169,10 +169,7 @@ def run_together(*jobs: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def in_rounds(
-    items: Iterable[T],
-    size: Callable[[T], int],
-    most_bytes: int,
-    most_items: int | None = None,
+    items: Iterable[T], size: Callable[[T], int], most_bytes: int, most_items: int | None = None
 ) -> Iterator[list[T]]:
     """Yield items in rounds of at most ``most_bytes`` and ``most_items``. An item that is larger
     than ``most_bytes`` is a round by itself."""

@@ -176,8 +176,7 @@ def read_decoded(
                 if location.is_local:
                     read.out[...] = future.result()
                 else:
-                    size = read.out.nbytes
-                    read.out[...] = wait(future, location.remote, shared_context(), size)
+                    read.out[...] = wait(future, location.remote, shared_context(), read.out.nbytes)
             except ValueError as error:
                 failure = _explained(location, read, plain_words(str(error)), manifest)
             if failure is not None:

@@ -57,17 +57,15 @@ class ChunkVerifier:
     digest: bytes | None = None
     count: int = field(default=0, init=False)
     chunk: bytes | None = field(default=None, init=False)
-    _found: Sums = field(init=False)
-    _rest: bytearray = field(init=False)
+    _rest: bytearray = field(default_factory=bytearray, init=False)
     """The stored crc32c; all bytes of a compressed chunk."""
+    _found: Sums = field(init=False)
 
     def __post_init__(self) -> None:
         size = self.array.chunk_bytes
         hasher = None if self.digest is None else xxhash.xxh3_128()
-        self._found = Sums(
-            block_bytes(size) if self.sums else size, self.before, self.first, hasher=hasher
-        )
-        self._rest = bytearray()
+        block = block_bytes(size) if self.sums else size
+        self._found = Sums(block, self.before, self.first, hasher=hasher)
 
     @classmethod
     def of(cls, part: ChunkPart, manifest: GetManifest) -> ChunkVerifier:

@@ -14,19 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    DamagedCheckpointError,
-    StorageError,
-)
+from shardstore.errors import ArgumentError, CheckpointingException, StorageError, damaged
 from shardstore.storage.movers.counters import counters
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
+
+E = TypeVar("E", bound=CheckpointingException)
 
 _FILE = "file://"
 # A scheme has at least two letters: a single letter is a Windows drive.
@@ -59,45 +56,44 @@ def url_of(place: object) -> str:
         # RFC 8089: an empty host is the local one, as is localhost; escapes stand for bytes.
         url = re.sub("^localhost(?=/)", "", url[len(_FILE) :])
         url = os.fsdecode(unquote_to_bytes(os.fsencode(url)))
-        _require(bool(url), place, "is empty: give a path or a URL")
+        if not url:
+            raise _wrong(place, "is empty: give a path or a URL")
     elif parts := _SCHEME.match(url):
-        scheme, rest = parts["scheme"], parts["rest"].strip("/")
+        scheme, slashes, rest = parts["scheme"], parts["slashes"], parts["rest"].strip("/")
+        has_bucket = scheme in _OF_BUCKETS
         # A secret key may contain slashes; bucket names contain no colon, except for ARNs.
-        has_credentials = scheme in _OF_BUCKETS and bool(re.match(r"(?!arn:)[^/]*:", rest))
-        _require(
-            not has_credentials,
-            f"{scheme}://***",
-            "has a colon where the name of the bucket is expected: credentials are no part of such "
-            "a URL; give them as storage_options={'key': ..., 'secret': ...}, or as AWS_* "
-            "variables or a profile",
-        )
-        named = bool(rest) or scheme == "memory"  # memory:// has no buckets
-        _require(named, place, "names no bucket; give a URL such as s3://bucket/run/step-100")
-        parts_wrong = scheme in _OF_BUCKETS and not {"", ".", ".."}.isdisjoint(rest.split("/"))
-        _require(
-            not parts_wrong,
-            place,
-            "has a part between slashes that is empty, '.' or '..', which not every client of "
-            "object stores accepts: leave it out",
-        )
+        if has_bucket and re.match(r"(?!arn:)[^/]*:", rest):
+            raise _wrong(
+                f"{scheme}://***",
+                "has a colon where the name of the bucket is expected: credentials are no part of "
+                "such a URL; give them as storage_options={'key': ..., 'secret': ...}, or as AWS_* "
+                "variables or a profile",
+            )
+        if not rest and scheme != "memory":  # memory:// has no buckets
+            raise _wrong(place, "names no bucket; give a URL such as s3://bucket/run/step-100")
+        if has_bucket and not {"", ".", ".."}.isdisjoint(rest.split("/")):
+            raise _wrong(
+                place,
+                "has a part between slashes that is empty, '.' or '..', which not every client of "
+                "object stores accepts: leave it out",
+            )
         whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
-        _require(
-            len(parts["slashes"]) > 1,
-            place,
-            f"has lost a slash, as URLs do in pathlib.Path: give {whole!r} as a string",
-        )
+        if slashes == "/":
+            what = "has lost a slash, as URLs do in pathlib.Path"
+            raise _wrong(place, f"{what}: give {whole!r} as a string")
         plain = _VERSION.sub("", whole)
-        _require(
-            plain == whole and (parts["slashes"] == "//" or scheme not in _OF_BUCKETS),
-            place,
-            "names a version of an object, or has three slashes before the bucket, which not every "
-            f"client reads as a part of the name: give {plain!r}",
-        )
-    _require("\0" not in url, place, "has a NUL character, which no path may contain")
+        if plain != whole or (has_bucket and slashes != "//"):
+            raise _wrong(
+                place,
+                "names a version of an object, or has three slashes before the bucket, which not "
+                f"every client reads as a part of the name: give {plain!r}",
+            )
+    if "\0" in url:
+        raise _wrong(place, "has a NUL character, which no path may contain")
     # A file system of a chain may answer from a cache, or keep many names in one file, but claims
     # and commits need the store itself.
-    is_chain = "://" in url and "::" in url
-    _require(not is_chain, place, "is a chain of URLs, which cannot hold one: give the store's URL")
+    if "://" in url and "::" in url:
+        raise _wrong(place, "is a chain of URLs, which cannot hold one: give the store's URL")
     if "://" not in url:
         url = os.path.abspath(os.path.expanduser(url))
     scheme, separator, path = url.rpartition("://")
@@ -114,16 +110,15 @@ def _text(place: object) -> str:
             f"the place of a checkpoint must be a path or a URL, not a {type(place).__name__} "
             f"({place!r:.100})"
         )
-    _require(bool(url.strip()), place, "is empty: give a path or a URL")
-    _require(url == url.lstrip() or "://" not in url, place, "begins with a blank: remove it")
+    if not url.strip():
+        raise _wrong(place, "is empty: give a path or a URL")
+    if url != url.lstrip() and "://" in url:
+        raise _wrong(place, "begins with a blank: remove it")
     return url
 
 
-def _require(condition: bool, place: object, what: str) -> None:
-    if not condition:
-        raise ArgumentError(
-            f"the place of a checkpoint, {shown(place)!r}, {what}", url=shown(place)
-        )
+def _wrong(place: object, what: str) -> ArgumentError:
+    return ArgumentError(f"the place of a checkpoint, {shown(place)!r}, {what}", url=shown(place))
 
 
 _REMEDIES = {
@@ -190,22 +185,16 @@ def open_regular(path: str) -> int:
         os.close(fd)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise DamagedCheckpointError(
-        f"{path} is not a regular file (but a FIFO, a device or a link to itself), and saves write "
-        "regular files only: the checkpoint is damaged; load an earlier one",
-        url=path,
-    )
+    wrong = "is not a regular file (but a FIFO, a device or a link to itself)"
+    raise damaged(path, f"{wrong}, and saves write regular files only: the checkpoint is damaged")
 
 
 def require_size(data: bytes | memoryview | None, url: str, most: int | None) -> None:
     """Raise :class:`DamagedCheckpointError` if a file or object has more bytes than the commit
     says."""
     if data is not None and most is not None and len(data) > most:
-        raise DamagedCheckpointError(
-            f"{url} has more than {most} bytes, its size in the commit: the checkpoint is damaged; "
-            "load an earlier one",
-            url=url,
-        )
+        what = f"has more than {most} bytes, its size in the commit: the checkpoint is damaged"
+        raise damaged(url, what)
 
 
 def fsync(path: str) -> None:
@@ -299,9 +288,7 @@ class Location:
 
         return RemoteStore(self.url, self.options)
 
-    def error(
-        self, text: str, kind: type[CheckpointingException] = StorageError
-    ) -> CheckpointingException:
+    def error(self, text: str, kind: type[E] = StorageError) -> E:  # type: ignore[assignment]
         """Return an error about this location. Its message is the URL, followed by ``text``."""
         return kind(f"{self.url}{text}", url=self.url)
 

@@ -126,13 +126,13 @@ def run_requests(
         pending: deque[Callable[[], None]] = deque()
         try:
             while True:
-                finish = None
+                item: T | None = None
+                finish: Callable[[], None] | None = None
                 if len(pending) < most // threads:
                     with suppress(IndexError):
                         item = queue.popleft()
-                        finish = begin(item, not pending)
-                        if finish is None:
-                            queue.appendleft(item)
+                if item is not None and (finish := begin(item, not pending)) is None:
+                    queue.appendleft(item)
                 if finish is not None:
                     pending.append(finish)
                 elif pending:

@@ -77,11 +77,9 @@ def read_many(
             has its name.
         StorageError: the store failed.
     """
+    sizes = sizes or [None] * len(keys)
     if location.is_local:
-        return [
-            location.read_if_there(key, size)
-            for key, size in zip(keys, sizes or [None] * len(keys), strict=True)
-        ]
+        return [location.read_if_there(*wanted) for wanted in zip(keys, sizes, strict=True)]
     counters.add(documents_read=len(keys))
     found: list[bytes | None] = [None] * len(keys)
     if not keys:
@@ -89,12 +87,11 @@ def read_many(
     io = object_io(location)
 
     def begin(number: int, _: bool) -> Callable[[], None]:
-        size = sizes[number] if sizes else None
-        get = io.begin_get(keys[number], 0, io.end_of(size))
+        get = io.begin_get(keys[number], 0, io.end_of(sizes[number]))
 
         def finish() -> None:
             data = get()
-            require_size(data, f"{location.url}/{keys[number]}", size)
+            require_size(data, f"{location.url}/{keys[number]}", sizes[number])
             found[number] = None if data is None else bytes(data)
 
         return finish

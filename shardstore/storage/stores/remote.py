@@ -153,8 +153,7 @@ class RemoteStore:
         Raises:
             StorageError: the store refused, or did not answer.
         """
-        is_whole = (start, stop) == (0, None)
-        part: dict[str, Any] = {} if is_whole else {"start": start, "end": stop}
+        part: dict[str, Any] = {} if (start, stop) == (0, None) else {"start": start, "end": stop}
         try:
             with self.errors("reading", name, absent=True):
                 data: bytes = self.call("cat_file", self._path(name), size=size, **part)

@@ -31,9 +31,9 @@ from shardstore.storage.format.documents import (
     parse_v2_array,
 )
 from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.format.manifest import MANIFEST_NAME, RankManifest
+from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.merge import merge
-from shardstore.storage.format.names import node_name
+from shardstore.storage.format.names import MANIFEST_NAME, node_name
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.stores.location import Location
@@ -362,7 +362,7 @@ def test_arrays_of_one_data_type_and_other_codecs_under_one_root() -> None:
         key: json.dumps(document | {"attributes": {}}).encode()
         for key, document in described.items()
     }
-    root = RootDocument("the-url", {}, None, members)
+    root = RootDocument("the-url", {}, members)
     found = root.arrays()
     assert [found[key].codecs for key in "abcde"] == [
         ("crc32c",),
