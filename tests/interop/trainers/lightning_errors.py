@@ -19,9 +19,7 @@ from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.lightning import with_storage
 
 
-def require(
-    error: type[BaseException], text: str, function: Callable[..., Any], *args: Any
-) -> None:
+def require(kind: type[BaseException], text: str, function: Callable[..., Any], *args: Any) -> None:
     """An error whose text has these words."""
     caught: BaseException | None = None
     try:
