@@ -55,6 +55,9 @@ def write_files(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -> 
         for item in batch:
             path = f"{mover.location.url}/{item.name}"
             with store_errors("writing", path, key=item.array.key):
+                if not any(item.index):  # before its first chunk, which would fail without a folder
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(path.rpartition("/")[0])
                 chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
                 write_file(path, chunk, durable=mover.options.durable)
             record = chunk.record
