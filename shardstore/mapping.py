@@ -23,14 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardstore.errors import (
-    AccessPatternError,
-    ArgumentError,
-    DTypeMismatchError,
-    KeyNameError,
-    ShapeMismatchError,
-    StructureError,
-)
+from shardstore import errors
 from shardstore.errors import CheckpointingException as CheckpointingException
 from shardstore.storage.format.grid import Box
 
@@ -73,7 +66,7 @@ class ShardedBase(ABC):
         return described
 
     def _wrong(
-        self, what: str, kind: type[CheckpointingException] = AccessPatternError
+        self, what: str, kind: type[CheckpointingException] = errors.AccessPatternError
     ) -> CheckpointingException:
         return kind(f"{self}: {what}", key=self.key)
 
@@ -88,7 +81,9 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     if type(replica_id) is int or isinstance(replica_id, Integral):
         return bool(replica_id == 0)
     if not isinstance(replica_id, Sequence) or isinstance(replica_id, str):
-        raise ArgumentError(f"replica_id={replica_id!r} must be a whole number or a tuple of them")
+        raise errors.ArgumentError(
+            f"replica_id={replica_id!r} must be a whole number or a tuple of them"
+        )
     return all(part == 0 for part in replica_id)
 
 
@@ -173,7 +168,7 @@ class ShardedTensor(ShardedBase):
                 raise self._wrong(
                     f"flattened_range {flat} is not within the {size} elements of the local "
                     f"tensor; give 0 <= start <= stop <= {size}",
-                    ShapeMismatchError,
+                    errors.ShapeMismatchError,
                 )
         if (data := self.data) is not None:
             _require_tensor(self.key, data)
@@ -181,14 +176,14 @@ class ShardedTensor(ShardedBase):
                 raise self._wrong(
                     f"the data has dtype {data.dtype}, but dtype is {self.dtype}; convert the data "
                     "or correct dtype",
-                    DTypeMismatchError,
+                    errors.DTypeMismatchError,
                 )
             if data.shape != (expected := data_shape(self)):
                 what = "local_shape" if flat is None else "the 1-D flattened shape"
                 raise self._wrong(
                     f"the data has shape {tuple(data.shape)}, {data.numel()} elements, but {what} "
                     f"is {expected}; pass data of this shape or correct the description",
-                    ShapeMismatchError,
+                    errors.ShapeMismatchError,
                 )
         local, offset, parts = self.local_shape, self.global_offset, self.axis_fragmentations
         prepended, ndim = self.prepend_axis_num, len(self.global_shape)
@@ -245,7 +240,7 @@ class ShardedTensor(ShardedBase):
                 range is given. It is a ``ValueError``.
         """
         if flattened_range is not None:
-            raise AccessPatternError(
+            raise errors.AccessPatternError(
                 f"{key}: from_rank_offsets takes no flattened_range; use from_rank_offsets_flat",
                 key=key,
             )
@@ -279,7 +274,7 @@ class ShardedTensor(ShardedBase):
                 range differ, or a rank offset is out of range.
         """
         if flattened_range is None:
-            raise AccessPatternError(
+            raise errors.AccessPatternError(
                 f"{key}: from_rank_offsets_flat needs a flattened_range; "
                 "use from_rank_offsets for a whole local tensor",
                 key=key,
@@ -311,7 +306,7 @@ class ShardedTensor(ShardedBase):
             except (TypeError, ValueError):
                 fits = False
             if not fits:
-                raise AccessPatternError(
+                raise errors.AccessPatternError(
                     f"{key}: rank offset {rank_offset!r} of {rank_offsets} is not (axis, index, "
                     "parts), three whole numbers from 0: an axis below "
                     f"{len(sizes)} ({prepend_axis_num} of them prepended) without a different rank "
@@ -527,7 +522,7 @@ def ints(values: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(int(value) for value in values)
     except (TypeError, ValueError):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"{values!r:.100} must be a tuple of whole numbers, such as (4, 2)"
         ) from None
 
@@ -535,7 +530,7 @@ def ints(values: Sequence[int]) -> tuple[int, ...]:
 def _require_tensor(key: str, data: object) -> None:
     if not isinstance(data, torch.Tensor) or data.is_nested:
         kind = "nested tensor" if isinstance(data, torch.Tensor) else type(data).__name__
-        raise DTypeMismatchError(
+        raise errors.DTypeMismatchError(
             f"the data of key {key!r} is a {kind}, not a dense tensor; convert it with "
             "torch.as_tensor or torch.from_numpy, or save it as a common value",
             key=key,
@@ -611,7 +606,7 @@ class ShardedObject(ShardedBase):
             key, *cell = found.groups()
             offset, shape = ([int(n) for n in text.split(".") if n] for text in cell)
         if not found or len(shape) > len(offset):
-            raise KeyNameError(
+            raise errors.KeyNameError(
                 f"{unique_key!r} is not the unique key of a sharded object; expected "
                 "<key>/shard_<offset>_<shape>, numbers joined by dots",
                 key=unique_key,
@@ -695,18 +690,18 @@ def apply_factory_merges(
             error.add_note(f"while merging the loaded parts of the factory {x2.key!r} at {key}")
             raise
     if not isinstance(x1, dict | list) or not isinstance(x2, dict | type(x1)):
-        raise StructureError(
+        raise errors.StructureError(
             f"at {key} a {type(x1).__name__} was loaded, where the factories have a "
             f"{type(x2).__name__}: neither a factory nor a matching dict or list"
         )
     if isinstance(x2, list) and len(x1) != len(x2):
-        raise StructureError(
+        raise errors.StructureError(
             f"{len(x1)} elements were loaded at {key}, but the factories need {len(x2)}"
         )
     loaded = x1 if isinstance(x1, dict) else range(len(x1))
     for k in x2 if isinstance(x2, dict) else loaded:
         if k not in loaded:
-            raise StructureError(
+            raise errors.StructureError(
                 f"factories at {key} need element {k!r} of a {type(x1).__name__} of {len(x1)} "
                 f"elements, which was not loaded; loaded are {list(loaded)}"
             )

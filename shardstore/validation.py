@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from shardstore import errors
 from shardstore.core import CheckpointingConfig, maybe_load_config
 from shardstore.coverage import check_reports, report_shards
 from shardstore.dict_utils import (
@@ -22,14 +23,6 @@ from shardstore.dict_utils import (
 )
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import gathered
-from shardstore.errors import (
-    AccessPatternError,
-    ArgumentError,
-    CheckpointingException,
-    FormatVersionError,
-    MissingKeyError,
-    NotACheckpointError,
-)
 from shardstore.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -107,7 +100,9 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         modes = ", ".join(mode.value for mode in StrictHandling)
-        raise ArgumentError(f"Invalid strict flag: {strict!r}; give one of {modes}") from None
+        raise errors.ArgumentError(
+            f"Invalid strict flag: {strict!r}; give one of {modes}"
+        ) from None
 
 
 def validate_integrity_and_strict_load(
@@ -147,7 +142,7 @@ def validate_integrity_and_strict_load(
         ("global_metadata", global_metadata, all_ranks or validate_access_integrity),
     ):
         if is_needed and given is None:
-            raise CheckpointingException(
+            raise errors.CheckpointingException(
                 f"Strict mode {strict.value!r} with validate_access_integrity="
                 f"{validate_access_integrity} needs {name}, which must not be None"
             )
@@ -200,7 +195,7 @@ def report_keys(strict: StrictHandling, missing: set[str], unexpected: set[str])
         logger.warning("%s", text)
     elif text and strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
         text += " Other `strict` modes log, return or ignore them."
-        kind = MissingKeyError if unexpected else CheckpointingException
+        kind = errors.MissingKeyError if unexpected else errors.CheckpointingException
         raise kind(text, key=min(unexpected, default=None))
 
 
@@ -262,7 +257,7 @@ def compare_common(
             f"different: {mismatched}"
         )
         if equal:
-            raise AccessPatternError(f"replicas='equal': {text}", rank=rank)
+            raise errors.AccessPatternError(f"replicas='equal': {text}", rank=rank)
         logger.warning(text)
 
 
@@ -277,7 +272,7 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
     if config is None:
         url, is_local = str(checkpoint_dir), "://" not in str(checkpoint_dir)
         if is_local and not os.path.exists(url):
-            raise NotACheckpointError(f"Checkpoint directory {url} does not exist", url=url)
+            raise errors.NotACheckpointError(f"Checkpoint directory {url} does not exist", url=url)
         kind, hint = "not a distributed checkpoint", instead(Location.of(checkpoint_dir))
         if is_local and os.path.isfile(url):
             kind, hint = "a file", hint or "give the folder that save() wrote"
@@ -286,7 +281,7 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
             f"{'' if is_local else ', or not the zarr.json that commits it'}. "
             f"A save that did not finish leaves such a directory"
         )
-        raise NotACheckpointError(f"{url} is {kind}: {hint}", url=url)
+        raise errors.NotACheckpointError(f"{url} is {kind}: {hint}", url=url)
     return config
 
 
@@ -350,11 +345,11 @@ def verify_checkpoint_and_load_strategy(
         given = (backend, version) if given is None else given
         try:
             found.append(strategy_of(kind, given, action))
-        except CheckpointingException as error:
+        except errors.CheckpointingException as error:
             if not isinstance(given, tuple):
                 raise
             text = f"the checkpoint {url} cannot be loaded: {error}"
-            raise FormatVersionError(text, url=url) from error
+            raise errors.FormatVersionError(text, url=url) from error
         found[-1].check_backend_compatibility(backend)
         found[-1].check_version_compatibility(version)
     return found[0], found[1]
@@ -371,7 +366,7 @@ def strategy_of(kind: type, given: object, action: base.StrategyAction) -> Any:
     if isinstance(given, kind):
         return given
     verb, part = action.value.split("_")
-    raise CheckpointingException(
+    raise errors.CheckpointingException(
         f"{part}_strategy={given!r} must be a strategy that can {verb}, or a (backend, version) "
         "pair such as ('zarr', 2)"
     )
@@ -391,7 +386,7 @@ def validate_sharded_objects_handling(
         CheckpointingException: neither does.
     """
     if not any(one.can_handle_sharded_objects for one in (sharded_strategy, common_strategy)):
-        raise CheckpointingException(
+        raise errors.CheckpointingException(
             f"Neither {sharded_strategy} nor {common_strategy} handles ShardedObjects "
             f"(can_handle_sharded_objects is False for both); use a strategy that does"
         )

@@ -19,13 +19,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shardstore import errors
 from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipts, record_of
-from shardstore.errors import (
-    ArgumentError,
-    DamagedCheckpointError,
-    DTypeMismatchError,
-    NotACheckpointError,
-)
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
@@ -76,10 +71,10 @@ Place = tuple[str, int]
 """Name of a tensor's file, and the offset of the tensor in it, in bytes."""
 
 
-def _damaged(path: str, what: object) -> DamagedCheckpointError:
+def _damaged(path: str, what: object) -> errors.DamagedCheckpointError:
     """Return an error that says what is wrong with a file."""
     text = f"{path} is not a complete safetensors file ({what}); download it again"
-    return DamagedCheckpointError(text, url=path)
+    return errors.DamagedCheckpointError(text, url=path)
 
 
 class SafetensorsSource:
@@ -137,7 +132,7 @@ class SafetensorsSource:
             raise _damaged(path, f"{size - 8 - length} bytes for tensors of {position}")
         for key, entry in entries.items():
             if entry.dtype not in _NAMES:
-                raise DTypeMismatchError(
+                raise errors.DTypeMismatchError(
                     f"key {key!r} of {path} has data type {entry.dtype!r}, which cannot be stored "
                     f"as a Zarr array; known: {', '.join(_NAMES)}",
                     key=key,
@@ -167,7 +162,7 @@ class SafetensorsSource:
                 return cls(folder, [name])
             document = folder.read(name)
         except FileNotFoundError:
-            raise NotACheckpointError(f"{path} does not exist", url=path) from None
+            raise errors.NotACheckpointError(f"{path} does not exist", url=path) from None
         try:
             weight_map = msgspec.json.decode(document, type=_Index).weight_map
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -201,7 +196,7 @@ class SafetensorsSource:
         except (FileNotFoundError, ValueError) as error:
             path = f"{self.location.url}/{name}"
             text = f"key {key!r}: {path} changed while it was read ({error})"
-            raise DamagedCheckpointError(text, key=key, url=path) from error
+            raise errors.DamagedCheckpointError(text, key=key, url=path) from error
 
     def extras(self) -> Extras:
         """Return the metadata, and the values that a conversion stored in it."""
@@ -229,19 +224,21 @@ def _named(place: Location) -> tuple[Location, str]:
         return place, files[0]
     if place.is_local and not place.is_dir():
         found = instead(place) or "its name ends in neither .safetensors nor .json"
-        raise place.error(f" is a file, but not a safetensors file: {found}", NotACheckpointError)
+        raise place.error(
+            f" is a file, but not a safetensors file: {found}", errors.NotACheckpointError
+        )
     raise place.error(
         f" holds {len(indices)} safetensors indices and {len(files)} files; give the path of one "
         "of them",
-        NotACheckpointError,
+        errors.NotACheckpointError,
     )
 
 
-def _too_large(name: str, size: int, tensors: Arrays, record: StateRecord) -> ArgumentError:
+def _too_large(name: str, size: int, tensors: Arrays, record: StateRecord) -> errors.ArgumentError:
     """Return the error for a header, which names the largest value in it."""
     lengths = {key: len(json.dumps(value)) for key, value in record.values.items()}
     key = max(lengths, key=lengths.__getitem__, default="")
-    return ArgumentError(
+    return errors.ArgumentError(
         f"the header of {name} would have {size} bytes, more than the {MAX_HEADER_BYTES} that "
         f"safetensors reads; nothing was written. It names {len(tensors)} tensors, and its largest "
         f"part is the value of {key!r} ({lengths.get(key, 0)} bytes of JSON): convert to several "
@@ -320,7 +317,7 @@ class SafetensorsTarget(FileTarget):
             stop = 0
             for meta in group:
                 if meta.dtype not in _CODES:
-                    raise DTypeMismatchError(
+                    raise errors.DTypeMismatchError(
                         f"key {meta.key!r} has data type {meta.dtype}, which safetensors lacks; "
                         "convert it first",
                         key=meta.key,

@@ -30,15 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardstore.errors import (
-    ChunkMissingError,
-    DamagedCheckpointError,
-    FormatVersionError,
-    MissingKeyError,
-    NotACheckpointError,
-    StorageError,
-    as_damage,
-)
+from shardstore import errors
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, flat_range_boxes
@@ -171,12 +163,12 @@ class DcpFiles:
         Raises: the errors of :meth:`open`.
         """
         url = f"{location.url}/{DCP_METADATA_NAME}"
-        with as_damage(url):
+        with errors.as_damage(url):
             metadata = _unpickled(data, url)
             stored: dict[tuple[str, tuple[int, ...] | None], _StorageInfo] = {}
             for index, info in metadata.storage_data.items():
                 if info.transform_descriptors:
-                    raise FormatVersionError(
+                    raise errors.FormatVersionError(
                         f"{url}: {index.fqn!r} was transformed when it was written "
                         f"({info.transform_descriptors}); shardstore cannot undo that",
                         key=index.fqn,
@@ -233,7 +225,7 @@ class DcpFiles:
             self._read_part(read.array, part, common.relative_to(part.box.offset), read.out[into])
             seen += common.size
         if seen != box.size:
-            raise DamagedCheckpointError(
+            raise errors.DamagedCheckpointError(
                 f"key {key!r}: {seen} of the {box.size} elements at offset {box.offset} shape "
                 f"{box.shape} are stored in {self.location.url}",
                 key=key,
@@ -259,7 +251,7 @@ class DcpFiles:
         path = f"{self.location.url}/{name}"
         what = f"key {key!r} at offset {at}: {path} holds no such tensor at byte {first}"
         try:
-            with as_damage(path, what, key):
+            with errors.as_damage(path, what, key):
                 view = RangeFile(self.location, name, first, extent.length)
                 found = load_bytes(view, path, key, meta=True)
                 if not isinstance(found, torch.Tensor) or found.shape != part.stored_shape:
@@ -279,7 +271,7 @@ class DcpFiles:
                 read_box(self.location, name, first, part.box.shape, within, out)
         except FileNotFoundError:
             raise _missing(f"key {key!r} at offset {at}", path, key) from None
-        except StorageError as error:
+        except errors.StorageError as error:
             error.key = error.key or key
             raise
 
@@ -308,7 +300,7 @@ class DcpFiles:
         """
         extent = self.objects.get(key)
         if extent is None:
-            raise MissingKeyError(
+            raise errors.MissingKeyError(
                 f"object {key!r} is not in the checkpoint {self.location.url}; it has "
                 f"{sorted(self.objects)[:8]}",
                 key=key,
@@ -336,7 +328,7 @@ def remove_keys(location: Location, prefix: str) -> bool:
         return not key.startswith(prefix) or key.startswith(f"{COMMON_OBJECT}/")
 
     url = f"{location.url}/{DCP_METADATA_NAME}"
-    with as_damage(url):
+    with errors.as_damage(url):
         old = _unpickled(_read(location), url)
         kept = {index: at for index, at in old.storage_data.items() if stays(index.fqn)}
         held = {at.relative_path for at in kept.values()}
@@ -362,7 +354,7 @@ def _read(location: Location) -> bytes:
         return location.read(DCP_METADATA_NAME)
     except FileNotFoundError:
         url = f"{location.url}/{DCP_METADATA_NAME}"
-        raise NotACheckpointError(
+        raise errors.NotACheckpointError(
             f"{url} is missing: {location.url} is not a complete DCP checkpoint", url=url
         ) from None
 
@@ -372,7 +364,7 @@ def _unpickled(data: bytes, url: str) -> Metadata:
     metadata = _Unpickler(io.BytesIO(data)).load()
     if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
         return metadata
-    raise NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
+    raise errors.NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)
 
 
 def _paths_of(metadata: Metadata) -> dict[str, Any]:
@@ -380,8 +372,8 @@ def _paths_of(metadata: Metadata) -> dict[str, Any]:
     return metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
 
 
-def _missing(what: str, path: str, key: str) -> ChunkMissingError:
-    return ChunkMissingError(
+def _missing(what: str, path: str, key: str) -> errors.ChunkMissingError:
+    return errors.ChunkMissingError(
         f"{what}: {path} is missing; the checkpoint is damaged, load an earlier one",
         key=key,
         url=path,

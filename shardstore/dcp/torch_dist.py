@@ -25,17 +25,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from shardstore import errors
 from shardstore.core import DCP_BACKEND
 from shardstore.coverage import check_reports, report_shards
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import (
-    AccessPatternError,
-    ArgumentError,
-    CheckpointingException,
-    FormatVersionError,
-)
 from shardstore.loading.context import context_of
 from shardstore.loading.plan import assemble, plan_reads, whole_tensors
 from shardstore.loading.read import read_chunks
@@ -108,13 +103,13 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     ) -> None:
         super().__init__(backend, version)
         if version != VERSION:
-            raise FormatVersionError(
+            raise errors.FormatVersionError(
                 f"backend {backend!r} has no version {version!r}, only {VERSION}"
             )
         require_number("thread_count", thread_count)
         hint = separation_hint or ""
         if not isinstance(hint, str) or "/" in hint or hint.startswith("."):
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"separation_hint={separation_hint!r} must be how keys begin, such as "
                 "'optimizer.', and how a file's name may begin"
             )
@@ -225,7 +220,7 @@ class _FilesSave:
         try:
             plans, self._metadata = self._planner.create_global_plan(asked)
         except Exception as problem:
-            raise CheckpointingException(
+            raise errors.CheckpointingException(
                 "PyTorch DCP refuses the joint plan of the ranks: "
                 f"{type(problem).__name__}: {problem}"
             ) from problem
@@ -260,7 +255,7 @@ class _FilesSave:
                 source = parts_of(data, index.fqn)(())
                 chunks[index] = ChunkWrite(array, (0,) * data.ndim, source)
         if budget_bytes is not None and size > budget_bytes:
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"staging_budget_bytes={budget_bytes}: DCP's files are written from a complete "
                 f"copy, which takes {size} bytes on this rank; raise the budget to that size, or "
                 "save with ('zarr', 2), which can copy while it writes"
@@ -292,7 +287,7 @@ class _FilesSave:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):  # torch.save() hides it
                 cause = cause.__cause__ or cause.__context__
-            if cause is None or isinstance(error, CheckpointingException):
+            if cause is None or isinstance(error, errors.CheckpointingException):
                 raise
             with store_errors(f"writing on rank {self._ranks.rank} to", self._url):
                 raise cause from error
@@ -407,7 +402,7 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
     """Return a flattened range as a shard of Megatron-Core's array for such ranges."""
     counts = tensor.axis_fragmentations
     if counts is None or any(n % c for n, c in zip(tensor.global_shape, counts, strict=True)):
-        raise AccessPatternError(
+        raise errors.AccessPatternError(
             f"key {tensor.key!r} holds a flattened range of an irregular shard "
             f"(axis_fragmentations={counts} of {tensor.global_shape}), which the {BACKEND!r} "
             "format cannot express; save with ('zarr', 2)",

@@ -14,15 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardstore import errors
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import (
-    MissingKeyError,
-    NotACheckpointError,
-    UnsafeObjectError,
-    as_damage,
-    damaged,
-)
 from shardstore.loading.context import CONTENT_METADATA_KEY, context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
@@ -52,7 +46,7 @@ def load_file(name: str, data: bytes, url: str, key: str) -> Any:
     """
     if not name.endswith(".json"):
         return load_bytes(data, url, key)
-    with as_damage(url, f"{url} (object {key!r}) cannot be read", key):
+    with errors.as_damage(url, f"{url} (object {key!r}) cannot be read", key):
         return plain_values.decode(json.loads(data))
 
 
@@ -147,7 +141,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         stored = context_of(checkpoint_dir).stored
         url = f"{stored.location.url}/{COMMON_STATE_FNAME}"
         if (data := stored.document(COMMON_STATE_FNAME)) is None:
-            raise NotACheckpointError(
+            raise errors.NotACheckpointError(
                 f"{url} is missing: this is not a complete checkpoint; it holds "
                 f"{stored.location.listing()[:8]}",
                 url=url,
@@ -155,7 +149,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         stored.check_file(COMMON_STATE_FNAME, data)
         loaded = load_bytes(data, url)
         if not isinstance(loaded, dict):
-            raise damaged(url, f"holds a {type(loaded).__name__}, not a dict")
+            raise errors.damaged(url, f"holds a {type(loaded).__name__}, not a dict")
         return loaded
 
     def load_sharded_objects(
@@ -214,7 +208,7 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         stored = context_of(checkpoint_dir).stored
         url = stored.location.url
         if stored.root is None:
-            raise NotACheckpointError(
+            raise errors.NotACheckpointError(
                 f"{url}/zarr.json is missing: {url} is not a complete checkpoint", url=url
             )
         found = record.StateRecord.from_root(stored.root.attributes, url) or record.StateRecord()
@@ -238,7 +232,7 @@ def _read_file(
     url = stored.location.url
     beside = [n for n in stored.location.listing(node_name(sharded.key)) if object_place(n)][:4]
     hint = f"stored parts of this key: {beside}" if beside else "no part of this key is stored"
-    raise MissingKeyError(
+    raise errors.MissingKeyError(
         f"object {sharded.unique_key!r} is not in the checkpoint {url}; {hint}. Sharded "
         "objects cannot be loaded under another sharding",
         key=sharded.key,
@@ -257,7 +251,7 @@ def require_same_content(stored: StoredCheckpoint, common: bytes) -> None:
         return
     try:
         loaded = load_bytes(common, f"{stored.location.url}/{COMMON_STATE_FNAME}")
-    except UnsafeObjectError:
+    except errors.UnsafeObjectError:
         return
     saved = loaded.get(CONTENT_METADATA_KEY) if isinstance(loaded, dict) else None
     copy = root.attributes.get(CONTENT_METADATA_KEY)

@@ -17,15 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore import coverage
+from shardstore import coverage, errors
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.layout import claim_among
-from shardstore.errors import (
-    CheckpointingException,
-    FormatVersionError,
-    NotACheckpointError,
-    ShapeMismatchError,
-)
 from shardstore.loading.context import LoadContext, context_of
 from shardstore.loading.plan import assemble, held_regions, plan_reads, whole_tensor, whole_tensors
 from shardstore.loading.read import read_chunks
@@ -97,7 +91,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     def __init__(self, backend: str, version: int, **options: Unpack[StrategyKeywords]) -> None:
         super().__init__(backend, version)
         if version not in (V2_LAYOUT, V3_LAYOUT):
-            raise FormatVersionError(
+            raise errors.FormatVersionError(
                 f"backend {backend!r} has no version {version!r}; 2 is Zarr v3 (default), 1 the "
                 "Zarr v2 layout of Megatron-Core"
             )
@@ -198,7 +192,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
 def _check_v2(options: SaveOptions) -> None:
     if options.compression is not None or not options.array_documents:
         name = "array_documents" if options.compression is None else "compression"
-        raise FormatVersionError(
+        raise errors.FormatVersionError(
             "the Zarr v2 layout of Megatron-Core has no compression and no root document that "
             f"describes its arrays: leave {name} out, or save with backend ('zarr', 2)"
         )
@@ -336,7 +330,7 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
     if arr is None or not is_main_replica(sharded_tensor.replica_id):
         return
     if sharded_tensor.data is None:
-        raise CheckpointingException(
+        raise errors.CheckpointingException(
             f"key {sharded_tensor.key!r} has no data to write", key=sharded_tensor.key
         )
     data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
@@ -373,7 +367,7 @@ def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) ->
         return zarr.open_array(location.url, mode=cast(Any, mode), **open_kwargs)
     except (FileNotFoundError, KeyError, ValueError) as error:
         above = Location(location.url.rpartition("/")[0], location.options)
-        raise NotACheckpointError(
+        raise errors.NotACheckpointError(
             f"Array {path} could not be opened: {type(error).__name__}: {error} (it contains "
             f"{location.listing()[:8]}, its folder contains {sorted(above.listing())[:8]})",
             url=location.url,
@@ -396,7 +390,7 @@ def postprocess_numpy_array(
     x = dtypes.as_tensor(np.ascontiguousarray(loaded_array).reshape(loaded_array.shape))
     if tuple(x.shape) != sharded_tensor.local_shape:
         if not sharded_tensor.allow_shape_mismatch:
-            raise ShapeMismatchError(
+            raise errors.ShapeMismatchError(
                 f"Local shape mismatch for key {sharded_tensor.key!r}: loaded {tuple(x.shape)}, "
                 f"expected {sharded_tensor.local_shape}; set allow_shape_mismatch=True to zero-pad",
                 key=sharded_tensor.key,
@@ -419,7 +413,7 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
     """
     shape, expected = tuple(x.shape), expected_sharded_ten.local_shape
     if len(shape) != len(expected) or any(a > b for a, b in zip(shape, expected, strict=True)):
-        raise ShapeMismatchError(
+        raise errors.ShapeMismatchError(
             f"key {expected_sharded_ten.key!r}: loaded {shape}, expected {expected}; padding "
             "cannot change the number of axes or drop data: expect at least the stored shape",
             key=expected_sharded_ten.key,

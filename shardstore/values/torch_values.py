@@ -32,13 +32,7 @@ import numpy as np
 import torch
 from torch import _weights_only_unpickler
 
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    DTypeMismatchError,
-    UnsafeObjectError,
-    as_damage,
-)
+from shardstore import errors
 from shardstore.storage.format import dtypes
 from shardstore.values.torch_archive import Records, Stream, verify_archive
 from shardstore.values.torch_dump import dump_bytes
@@ -378,7 +372,7 @@ def load_bytes(
         DamagedCheckpointError: the file is damaged, or not a file of ``torch.save``.
     """
     about = f" (object {key!r})" if key is not None else ""
-    with as_damage(url, f"{url}{about} cannot be read", key):
+    with errors.as_damage(url, f"{url}{about} cannot be read", key):
         if isinstance(data, bytes):
             verify_archive(data)
             data = io.BytesIO(data)
@@ -386,7 +380,7 @@ def load_bytes(
             return _unpickled(data, meta=meta)
         except _RefusedError as error:
             what, remedy = error.args
-            raise UnsafeObjectError(
+            raise errors.UnsafeObjectError(
                 f"{url}{about} needs {what}. If you trust this checkpoint, {remedy}",
                 key=key,
                 url=url,
@@ -436,7 +430,7 @@ def require_loadable(value: object, what: str, *, refuse_classes: bool = True) -
                 continue
             why = f"it needs {error.args[0]}" if is_refused else str(error)
             is_tensor = isinstance(found, torch.Tensor)
-            raise (DTypeMismatchError if is_tensor else CheckpointingException)(
+            raise (errors.DTypeMismatchError if is_tensor else errors.CheckpointingException)(
                 f"{what}{place and f' at {place!r}'} is a {kind.__module__}.{kind.__qualname__} "
                 f"that could not be loaded again: {why}. Store plain values in its place, keep it "
                 f"out with LocalNonpersistentObject{_ALLOW * is_refused}",
@@ -463,7 +457,7 @@ def _is_plain_array(value: Any) -> bool:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         is_known = str(value.dtype).removeprefix("torch.") in dtypes.names()
         if is_known and dtypes.is_plain(value) and not vars(value):
-            with suppress(ArgumentError):
+            with suppress(errors.ArgumentError):
                 dtypes.require_memory(value)
                 return True
         return False
