@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -193,7 +193,6 @@ def plan_writes(
     zarr_format: int = 3,
     layouts: Layouts = Layouts(),  # noqa: B008 (frozen)
     shared: SharedWrites = SharedWrites(),  # noqa: B008 (frozen)
-    known: Mapping[str, ArrayMeta] | None = None,
 ) -> WritePlan:
     """Plan the writes of a rank's sharded tensors. A pure function; it waits for no rank.
 
@@ -204,7 +203,6 @@ def plan_writes(
         zarr_format: 3 or 2.
         layouts: layouts of all ranks, from :func:`merge_layouts`.
         shared: the shards whose chunks this rank's group divides; the main replica writes others.
-        known: arrays that exist, by key; others are made by :func:`array_meta`.
 
     Returns:
         The arrays that this rank writes to, the chunks that it writes, and those that it shares.
@@ -221,8 +219,7 @@ def plan_writes(
         if not is_shared and not is_main_replica(tensor.replica_id):
             continue
         tensor.validate_metadata_integrity()
-        meta = (known or {}).get(tensor.key)
-        meta = meta or array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
+        meta = array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
         box = local_box(tensor)
         # A short path, because most tensors are one chunk.
         whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None
