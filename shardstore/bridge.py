@@ -52,8 +52,7 @@ def use(checkpoint_config: Any) -> None:
         ArgumentError: the configuration names another manager, or a format that does not use
             ``dist_checkpointing``; or it is too late, see :func:`shardstore.megatron.install`.
     """
-    _check(checkpoint_config)
-    megatron.install(megatron.installed())
+    _begin(checkpoint_config)
     if not hasattr(checkpoint_config, "custom_manager_class"):
         return
     if checkpoint_config.custom_manager_class not in (None, NAME):
@@ -67,7 +66,8 @@ def use(checkpoint_config: Any) -> None:
     checkpoint_config.custom_manager_class = NAME
 
 
-def _check(config: Any) -> None:
+def _begin(config: Any) -> None:
+    """Check the configuration, and put this package in the place of ``dist_checkpointing``."""
     found = getattr(config, "ckpt_format", None)
     if found != FORMAT:
         raise ArgumentError(
@@ -75,6 +75,7 @@ def _check(config: Any) -> None:
             "Bridge saves other formats without dist_checkpointing. The format on the disk is the "
             "one of shardstore.megatron.install"
         )
+    megatron.install(megatron.installed())
 
 
 class CheckpointManager:
@@ -97,8 +98,7 @@ class CheckpointManager:
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
-        _check(checkpoint_config)
-        megatron.install(megatron.installed())
+        _begin(checkpoint_config)
         self.checkpoint_config = checkpoint_config
         self._bridge: Any = importlib.import_module(TRAINER)
         self.checkpointing_context: dict[str, Any] = self._bridge.init_checkpointing_context(

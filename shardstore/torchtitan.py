@@ -206,10 +206,8 @@ class _Manager:
         if is_checkpoint(place):
             return shardstore.load(state, place.place)
         if not place.exists(".metadata"):
-            what = (
-                " (initial_load_path) is no checkpoint: give the folder of one step, .../step-100"
-            )
-            raise place.error(what, NotACheckpointError)
+            what = " (initial_load_path) is no checkpoint: give the folder of one step"
+            raise place.error(f"{what}, .../step-100", NotACheckpointError)
         load_dcp(state, checkpoint_id=str(place.place))
         return state
 
@@ -218,8 +216,6 @@ class _Manager:
             try:
                 self.states[key].load_state_dict(loaded if key == MODEL else loaded[key])
             except Exception as error:
-                text = (
-                    f"{key!r} does not accept its state in {url}: {type(error).__name__}: {error}"
-                )
+                text = f"{key!r} does not accept its state in {url}: {type(error).__name__}: "
                 remedy = f"; to load without it, set exclude_from_loading=[{key!r}]"
-                raise CheckpointingException(text + remedy, key=key, url=url) from error
+                raise CheckpointingException(f"{text}{error}{remedy}", key=key, url=url) from error

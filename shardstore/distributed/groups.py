@@ -52,7 +52,8 @@ def failures_on(error: BaseException | None, group: Group = None) -> dict[int, s
     """Return the texts of the errors of a group's ranks, by the global numbers of the ranks that
     have one. Every rank of the group calls it and waits for all."""
     texts = gathered(None if error is None else described(error), group)
-    return {global_rank(group, r): text for r, text in enumerate(texts) if text is not None}
+    by_rank = zip(global_ranks(group), texts, strict=True)
+    return {rank: text for rank, text in by_rank if text is not None}
 
 
 def described(error: BaseException) -> str:
@@ -96,7 +97,7 @@ def broadcast_bytes(data: torch.Tensor, source: int, group: Group) -> None:
         group: the participating ranks; None for all.
     """
     wire = data.to(exchange_device(group))
-    dist.broadcast(wire, src=global_rank(group, source), group=group)
+    dist.broadcast(wire, group_src=source, group=group)
     if wire is not data and source != group_rank(group):
         data.copy_(wire)
 
@@ -129,13 +130,6 @@ def group_size(group: Group) -> int:
 def group_rank(group: Group) -> int:
     """Return this rank's number in a group; 0 without a process group, or if it is not a member."""
     return max(0, dist.get_rank(group)) if dist.is_initialized() else 0
-
-
-def global_rank(group: Group, rank: int) -> int:
-    """Return the global number of a rank that is numbered within a group."""
-    if group is None or not dist.is_initialized():
-        return rank
-    return dist.get_global_rank(group, rank)
 
 
 def global_ranks(group: Group) -> Members:

@@ -269,31 +269,26 @@ class CheckpointManager:
                 least 0, or the ranks ask about different steps.
             RanksError: another rank failed, died, or did not call it within the deadline.
         """
-        error: BaseException | None = None
-        number, schedule, ranks = 0, self._schedule, Ranks.of(self._group)
-        try:
-            number = number_of(step)
-            if schedule == Schedule(grace_s=schedule.grace_s) and self._notices is None:
+        schedule, notices, ranks = self._schedule, self._notices, Ranks.of(self._group)
+
+        def vote() -> Vote:
+            if schedule == Schedule(grace_s=schedule.grace_s) and notices is None:
                 raise ArgumentError(
                     "should_save() needs a rule: give CheckpointManager every=, every_s=, "
                     "interval='continuous' or save_on_signal=True"
                 )
-        except ValueError as problem:
-            error = problem
-        if not schedule.asks_ranks and self._notices is None:
-            if error is not None:
-                raise error
-            return schedule.falls_on(number)
-        vote = Vote(number, self._handle is not None and not self._handle.done())
-        if self._notices is not None:
-            vote = vote._replace(notice=self._notices.pending, age_s=self._notices.age_s)
-        answer = ranks.together(
-            json.dumps(vote).encode(),
-            what=f"asking whether to save step {number} below {self.root.url}",
-            error=error,
-            decide=lambda reports: schedule.decide(
-                reports, ranks.members, monotonic() - self._began
-            ),
+            is_busy = self._handle is not None and not self._handle.done()
+            if notices is None:
+                return Vote(number_of(step), is_busy)
+            return Vote(number_of(step), is_busy, notices.pending, notices.age_s)
+
+        if not schedule.asks_ranks and notices is None:
+            return schedule.falls_on(vote().step)
+        _, answer = ranks.step(
+            f"asking whether to save step {step!s:.100} below {self.root.url}",
+            vote,
+            lambda one: json.dumps(one).encode(),
+            lambda votes: schedule.decide(votes, ranks.members, monotonic() - self._began),
         )
         self._answer = Answer(*json.loads(answer))
         if self.notice is not None and schedule.grace_s is not None:

@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from time import monotonic
@@ -198,10 +199,8 @@ def _receive(number: int, frame: FrameType | None) -> None:
 
 def _give_back(number: int) -> None:
     if not _open.get(number) and signal.getsignal(number) is _receive:
-        try:
+        with suppress(ValueError):  # not the main thread
             signal.signal(number, _before[number] or signal.SIG_DFL)
-        except ValueError:  # not the main thread
-            return
 
 
 def forget_signals() -> None:
