@@ -291,16 +291,13 @@ def load_plain_tensors(
         return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
     (wanted, chosen), _ = Ranks.current().step(f"loading {shown(checkpoint_dir)}", parts)
-    call = LoadCall(
-        sharded_state_dict=wanted,
-        checkpoint_dir=checkpoint_dir,
-        stored_metadata=load_sharded_metadata,
-        # Ranks may ask for the same elements, so the access pattern is not checked.
-        validate_access_integrity=False,
+    loaded: Any = load(
+        wanted,
+        checkpoint_dir,
+        validate_access_integrity=False,  # ranks may ask for the same elements
         storage_options=storage_options,
         map_location=map_location,
     )
-    loaded = cast(StateDict, run_load(call))
     return loaded if chosen is None else {key: loaded[key] for key in chosen}
 
 

@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def install(storage_options: Mapping[str, Any] | None = None) -> None:
         ArgumentError: the options are no mapping.
     """
     Location.of(os.curdir, storage_options)  # refuses options of another type
-    kind = _class()
+    kind = importlib.import_module(__name__).FSDPCheckpointManager
     kind.storage_options = storage_options
     importlib.import_module(SEAM).FSDPCheckpointManager = kind  # type: ignore[attr-defined]
 
@@ -51,16 +50,15 @@ def install(storage_options: Mapping[str, Any] | None = None) -> None:
 def __getattr__(name: str) -> Any:
     if name != "FSDPCheckpointManager":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _class()
-
-
-@cache
-def _class() -> Any:
     base: Any = importlib.import_module(SEAM).FSDPCheckpointManager
-    return type("FSDPCheckpointManager", (_Manager, base), {"__doc__": _Manager.__doc__})
+    kind = type(name, (_Manager, base), {"__doc__": _Manager.__doc__})
+    return globals().setdefault(name, kind)
 
 
-class _Manager:
+_Verl: Any = object  # the next class is verl's
+
+
+class _Manager(_Verl):  # type: ignore[misc]
     """Saves and loads model, optimizer, schedule and random states with FSDP2. Every rank makes one
     and calls its methods.
 
@@ -83,12 +81,11 @@ class _Manager:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for contents in (self.checkpoint_save_contents, self.checkpoint_load_contents):
-            if "hf_model" in contents:
-                raise ArgumentError(
-                    "shardstore.verl has no contents 'hf_model': leave it out, and make Hugging "
-                    "Face files by `shardstore convert CHECKPOINT FOLDER --to safetensors`"
-                )
+        if "hf_model" in {*self.checkpoint_save_contents, *self.checkpoint_load_contents}:
+            raise ArgumentError(
+                "shardstore.verl has no contents 'hf_model': leave it out, and make Hugging Face "
+                "files by `shardstore convert CHECKPOINT FOLDER --to safetensors`"
+            )
 
     def save_checkpoint(
         self,
@@ -105,7 +102,6 @@ class _Manager:
         """
         if local_path is None:
             return
-        verl: Any = super()
         self.previous_global_step = global_step
         place = Location.of(local_path, self.storage_options)
 
@@ -117,14 +113,14 @@ class _Manager:
         Ranks.current().step(f"writing {BESIDE}/ of {place.url}", work)
         state = self._state(self.checkpoint_save_contents)
         if "extra" in self.checkpoint_save_contents:
-            rng = {**verl.get_rng_state()}
+            rng = {**super().get_rng_state()}
             rng = {name: one.numpy() if torch.is_tensor(one) else one for name, one in rng.items()}
             schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
             state["extra"] = {"lr_scheduler": schedule, "rng": {str(self.rank): rng}}
         options = self.storage_options
         shardstore.save(state, local_path, storage_options=options, overwrite=True)
         if self.rank == 0:
-            verl.register_checkpoint(local_path, max_ckpt_to_keep)
+            super().register_checkpoint(local_path, max_ckpt_to_keep)
 
     def load_checkpoint(
         self,
@@ -153,13 +149,9 @@ class _Manager:
             if extra.get("lr_scheduler") is not None and self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
             if (rng := extra.get("rng", {}).get(str(self.rank))) is not None:
-                verl: Any = super()
-                verl.load_rng_state(
-                    {
-                        name: one if name in ("numpy", "random") else torch.from_numpy(one)
-                        for name, one in rng.items()
-                    }
-                )
+                kept = ("numpy", "random")
+                rng = {k: v if k in kept else torch.from_numpy(v) for k, v in rng.items()}
+                super().load_rng_state(rng)
 
     def remove_previous_save_local_path(self, path: str | list[str]) -> None:
         """Delete checkpoints that this manager saved. Rank 0 calls it."""
@@ -167,16 +159,13 @@ class _Manager:
             place = Location.of(one, self.storage_options)
             if is_checkpoint(place):
                 shardstore.delete_checkpoint(one, storage_options=self.storage_options)
-            for name in place.child(BESIDE).listing():
-                place.delete(f"{BESIDE}/{name}")
-            for folder in (place.child(BESIDE), place):
-                with suppress(OSError):  # a URL, or it holds files of others
-                    os.rmdir(folder.url)
+            place.delete(BESIDE)
+            with suppress(OSError):  # a URL, or it holds files of others
+                os.rmdir(place.url)
 
     @property
     def _is_lora_only(self) -> bool:
-        verl: Any = super()
-        return bool(verl.should_save_lora_only and verl._has_lora())
+        return bool(super().should_save_lora_only and super()._has_lora())
 
     def _state(self, contents: Iterable[str]) -> dict[str, Any]:
         """Return the tensors of a save or a load, by the names of contents."""

@@ -71,16 +71,12 @@ def deadline_from_environment() -> float:
         CheckpointingException: the variable is not a positive number.
     """
     text = os.environ.get(DEADLINE_VARIABLE) or DEFAULT_DEADLINE_S
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 1e8:
-        raise CheckpointingException(
-            f"{DEADLINE_VARIABLE}={text!r} is not a positive number of seconds; unset it or give "
-            "one"
-        )
-    return seconds
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < 1e8:
+            return seconds
+    raise CheckpointingException(
+        f"{DEADLINE_VARIABLE}={text!r} is not a positive number of seconds; unset it or give one"
+    )
 
 
 def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:

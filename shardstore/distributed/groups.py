@@ -5,7 +5,7 @@ Without a process group, the functions act as for one rank. Messages use the giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -64,8 +64,14 @@ def described(error: BaseException) -> str:
 
 def listed(failures: Mapping[int, str]) -> str:
     """Return the failures of ranks as one text; it names at most eight."""
-    lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-    return "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
+    return first_of(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+
+
+def first_of(values: Iterable[object], most: int = 8, *, between: str = "; ") -> str:
+    """Return values as one text. It names at most ``most`` and counts the others."""
+    texts = [str(value) for value in values]
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return between.join([*texts[:most], *more])
 
 
 def largest(numbers: list[int], group: Group = None) -> list[int]:

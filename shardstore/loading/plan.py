@@ -234,21 +234,18 @@ def require_cast(key: str, stored: torch.dtype, asked: torch.dtype, url: str, ca
     Within a kind (float64 to float16, int64 to int8), values out of range are converted as by
     ``copy_``.
     """
+    names = [str(dtype).removeprefix("torch.") for dtype in (stored, asked)]
     remedy = "cast=True does not allow this cast, because it loses more than precision:"
     if torch.can_cast(stored, asked):
         if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"
     raise DTypeMismatchError(
-        f"key {key!r} is stored as {_name(stored)} in {url} but asked for as {_name(asked)}; "
+        f"key {key!r} is stored as {names[0]} in {url} but asked for as {names[1]}; "
         f"{remedy} load it as {stored} and convert",
         key=key,
         url=url,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> TensorRead:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from shardstore.distributed.groups import Group, Members, global_ranks
+from shardstore.distributed.groups import Group, Members, first_of, global_ranks
 from shardstore.errors import ArgumentError
 from shardstore.storage.movers.parallel import local_ranks
 from shardstore.storage.stores.location import Location
@@ -14,8 +14,6 @@ from shardstore.storage.stores.location import Location
 Offer: TypeAlias = tuple[Members, str, bool] | None
 """A rank's group, its ``share_replicas``, and whether it wants to share. ``None``: it gave no
 group, or is not a member of it."""
-
-_NAMED = 8
 
 
 def offer(group: Group, share: str, place: Location) -> Offer:
@@ -82,5 +80,4 @@ def _listed(members: Members, theirs: Sequence[Offer]) -> Iterator[str]:
 
 
 def _shown(ranks: Sequence[int]) -> str:
-    first = ", ".join(map(str, ranks[:_NAMED]))
-    return f"[{first}, and {len(ranks) - _NAMED} more]" if len(ranks) > _NAMED else f"[{first}]"
+    return f"[{first_of(ranks, between=', ')}]"

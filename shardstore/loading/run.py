@@ -8,6 +8,7 @@ unless every rank can read.
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -81,6 +82,8 @@ StoredMetadata: TypeAlias = Callable[
 
 DOCUMENTS = ("zarr.json", CONFIG_FNAME, COMMON_STATE_NAME)
 """Documents that every rank of a load needs. One rank reads them for all."""
+SHOWN = 3
+"""Number of errors or findings that a text names."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -203,16 +206,38 @@ def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]
 def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
     """Return whether a load failed because the checkpoint was replaced, and for no other reason on
     any rank. Every rank calls it with its own error, and waits for all others."""
-    kind = b"replaced" if isinstance(problem, ReplacedError) else b"other"
-    kind = b"ranks" if isinstance(problem, RanksError) else kind
-
-    def decide(kinds: list[bytes]) -> bytes:
-        return b"yes" if b"replaced" in kinds and b"other" not in kinds else b""
-
     try:
-        return not ranks.is_broken and bool(ranks.together(kind, what="", decide=decide))
+        return not ranks.is_broken and bool(causes(ranks, problem, (ReplacedError,), what=""))
     except Exception:  # a rank was lost; the caller raises the original error
         return False
+
+
+def causes(
+    ranks: Ranks, problem: Exception, kinds: tuple[type[Exception], ...], what: str
+) -> list[str]:
+    """Return the first different texts of the ranks' errors if all are of these kinds, or say that
+    another rank failed; else an empty list.
+
+    Every rank calls it with its own error, and waits for all others.
+
+    Args:
+        ranks: the ranks that failed together.
+        problem: the error of this rank.
+        kinds: the expected classes of errors.
+        what: the operation, for error texts.
+    """
+    others = "" if isinstance(problem, RanksError) else None
+    text = str(problem) if isinstance(problem, kinds) else others
+
+    def decide(reports: list[bytes]) -> bytes:
+        told = dict.fromkeys(json.loads(report) for report in reports)
+        texts = [] if None in told else [text for text in told if text]
+        return json.dumps(texts[:SHOWN]).encode()
+
+    found: list[str] = json.loads(
+        ranks.together(json.dumps(text).encode(), what=what, decide=decide)
+    )
+    return found
 
 
 def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[str], set[str]]:

@@ -21,15 +21,15 @@ from typing import Any, Literal, Unpack
 
 from shardstore.async_handle import AsyncSave, async_save
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import group_rank
+from shardstore.distributed.groups import first_of, group_rank
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
     DamagedCheckpointError,
     NotACheckpointError,
-    RanksError,
 )
 from shardstore.inspection.verify import Finding, verify
+from shardstore.loading.run import SHOWN, causes
 from shardstore.manager.schedule import (
     SIGNALS,
     Answer,
@@ -52,8 +52,6 @@ from shardstore.storage.options import StepKeywords, options_of, require_bool
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
-SHOWN = 3
-"""Number of findings that a text names."""
 LEAST_GRACE_S = 5.0
 """Seconds that the ranks wait for each other even if the time of a notice has passed."""
 
@@ -682,20 +680,8 @@ def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: st
             StoredCheckpoint(place).check_root()
         except CheckpointingException as error:
             problem = error
-    text: str | None = None  # the load failed for another reason than damage
-    if isinstance(problem, DamagedCheckpointError | NotACheckpointError):
-        text = str(problem)
-    elif isinstance(problem, RanksError):
-        text = ""
-
-    def decide(reports: list[bytes]) -> bytes:
-        told = dict.fromkeys(json.loads(report) for report in reports)
-        texts = [] if None in told else [text for text in told if text]
-        return json.dumps("; ".join(texts[:SHOWN]) or None).encode()
-
-    report = json.dumps(text).encode()
-    answer: str | None = json.loads(ranks.together(report, what=what, decide=decide))
-    return answer
+    texts = causes(ranks, problem, (DamagedCheckpointError, NotACheckpointError), what)
+    return "; ".join(texts) or None
 
 
 def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None:
@@ -706,10 +692,7 @@ def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None
     except (DamagedCheckpointError, NotACheckpointError) as error:
         return str(error)
     texts = [finding.message for finding in findings if finding.severity == "damage"]
-    if not texts:
-        return None
-    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + more
+    return first_of(texts, SHOWN) or None
 
 
 _managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

@@ -456,9 +456,7 @@ class Retention:
     @property
     def deletes(self) -> bool:
         """Whether any rule is given."""
-        return any(
-            rule is not None for rule in (self.keep_last, self.keep_every, self.keep_for, self.best)
-        )
+        return self != Retention(mode=self.mode)
 
     def kept(self, steps: Mapping[int, StepInfo]) -> set[int]:
         """Return the steps to keep.

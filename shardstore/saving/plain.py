@@ -26,6 +26,7 @@ import torch
 import xxhash
 
 from shardstore.dict_utils import Path, diff, dotted, nested_values, united
+from shardstore.distributed.groups import first_of
 from shardstore.dtensor.layout import ClaimedTensor, is_description
 from shardstore.errors import AccessPatternError, StructureError
 from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
@@ -216,7 +217,7 @@ def _tell(differing: Mapping[Path, Sequence[int]], url: str, *, equal: bool) -> 
         url: target of the save.
     """
     shown = "; ".join(
-        f"{dotted(path)!r} on ranks {_listed(ranks)} (that of rank {first} is saved)"
+        f"{dotted(path)!r} on ranks {first_of(ranks, between=', ')} (that of rank {first} is saved)"
         for path, (first, *ranks) in [*differing.items()][:8]
     )
     text = f"saving to {url}: {len(differing)} value(s) differ between ranks: {shown}. {REMEDY}"
@@ -269,10 +270,6 @@ def _digest(value: Any) -> bytes:
         with suppress(Exception):  # the save refuses it by name
             return xxhash.xxh3_128_digest(torch_dump.pickled(value))
     return b"?"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _conflict(url: str, path: Path, rank: int, why: str) -> AccessPatternError:

@@ -332,14 +332,12 @@ class SaveSession:
         request = request or AsyncRequest(None, (), [])
         guarded = self._guarded()  # as a decorator
         write = guarded(request.async_fn or (lambda *_, **__: None))
-        ends = [guarded(function) for function in request.finalize_fns]
+        ends = [*map(guarded, request.finalize_fns), self.finish]
         if not (request.async_fn_args or request.async_fn_kwargs):
             write = OwnProcessCall(write)
             ends.insert(0, write.join)
         preload = request.preload_fn and guarded(request.preload_fn)
-        request = request._replace(async_fn=write, finalize_fns=ends, preload_fn=preload)
-        request.add_finalize_fn(self.finish)
-        return request
+        return request._replace(async_fn=write, finalize_fns=ends, preload_fn=preload)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
