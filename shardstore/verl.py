@@ -117,8 +117,7 @@ class _Manager(_Verl):  # type: ignore[misc]
             rng = {name: one.numpy() if torch.is_tensor(one) else one for name, one in rng.items()}
             schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
             state["extra"] = {"lr_scheduler": schedule, "rng": {str(self.rank): rng}}
-        options = self.storage_options
-        shardstore.save(state, local_path, storage_options=options, overwrite=True)
+        shardstore.save(state, local_path, storage_options=self.storage_options, overwrite=True)
         if self.rank == 0:
             super().register_checkpoint(local_path, max_ckpt_to_keep)
 
@@ -137,8 +136,7 @@ class _Manager(_Verl):  # type: ignore[misc]
         if local_path is None:
             return
         wanted = self._state(self.checkpoint_load_contents)
-        options = self.storage_options
-        loaded: Any = shardstore.load(wanted, local_path, storage_options=options)
+        loaded: Any = shardstore.load(wanted, local_path, storage_options=self.storage_options)
         if "model" in wanted:
             strict = of_torch.StateDictOptions(strict=not self._is_lora_only)
             of_torch.set_model_state_dict(self.model, loaded["model"], options=strict)
@@ -173,9 +171,8 @@ class _Manager(_Verl):  # type: ignore[misc]
         if "model" in contents:
             state["model"] = of_torch.get_model_state_dict(self.model)
             if self._is_lora_only:
-                parts = ("lora_", ".adapter_")
-                named = {key: any(part in key for part in parts) for key in state["model"]}
-                state["model"] = {k: v for k, v in state["model"].items() if named[k]}
+                found = state["model"].items()
+                state["model"] = {k: v for k, v in found if "lora_" in k or ".adapter_" in k}
         if "optimizer" in contents:
             state["optimizer"] = of_torch.get_optimizer_state_dict(self.model, self.optimizer)
         return state

@@ -140,10 +140,11 @@ def _channel(purpose: str, members: Members) -> Channel:
     return channel
 
 
-def _group_timeout_s() -> float:
-    """Return the shortest timeout of the default process group's backends, in seconds."""
+def _first_wait_s(deadline_s: float) -> float:
+    """Return the seconds to wait for a rank at the first connection: until the deadline, or the
+    shortest timeout of the default process group's backends."""
     world: Any = dist.group.WORLD
-    found = [math.inf]
+    found = [deadline_s]
     for device in world._device_types:
         with suppress(RuntimeError, AttributeError):  # a third-party backend without options
             found.append(world._get_backend(device).options._timeout.total_seconds())
@@ -388,7 +389,7 @@ class Ranks:
         """Connect with the neighbours in the tree. The first rank that loses another posts the
         outcome for all."""
         above, below = self._neighbours(self.rank)
-        wait_s = self._connect_s
+        wait_s = _first_wait_s(self.deadline_s)
         missing = attempt(partial(channel.gather, wait_s))
         if missing and not isinstance(missing, RuntimeError):
             problem = RuntimeError(f"it did not come within {wait_s:g} s")
@@ -409,12 +410,7 @@ class Ranks:
         that is shorter. If a rank does not connect, :meth:`exchange` raises the error.
         """
         if self._channel is not None:
-            self._channel.connect(ranks, self._connect_s)
-
-    @property
-    def _connect_s(self) -> float:
-        """Seconds to wait for a rank at the first connection."""
-        return min(self.deadline_s, _group_timeout_s())
+            self._channel.connect(ranks, _first_wait_s(self.deadline_s))
 
     # -- pieces of chunks ----------------------------------------------------------------------
 

@@ -242,10 +242,8 @@ class Channel:
         head = bytearray(_HEAD.pack(status, len(body)) + (body if inline else b""))
         padded = np.frombuffer(head.ljust(_HEAD_BYTES, b"\0"), np.uint8)
         begun = attempt(lambda: self._short(rank, padded, _REPORTS))
-        if isinstance(begun, RuntimeError):
-            return begun
-        if inline:
-            return []
+        if inline or isinstance(begun, RuntimeError):
+            return begun or []
         return self.begin_send(rank, np.frombuffer(bytearray(body), np.uint8), _REPORTS)
 
     def begin_send(self, rank: int, piece: NDArray[np.uint8], tag: int = _PIECES) -> Begun:

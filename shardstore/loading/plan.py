@@ -197,12 +197,8 @@ def _find_array(
     """Return the stored array of a tensor; raise an error if it does not match."""
     meta = arrays.get(tensor.key)
     if meta is None:
-        raise _missing(
-            tensor.key,
-            arrays,
-            url,
-            " A `strict` mode other than assume_ok_unexpected leaves such keys out",
-        )
+        more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
+        raise _missing(tensor.key, arrays, url, more)
     if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
         require_cast(tensor.key, dtypes.torch_dtype(meta.dtype), tensor.dtype, url, cast)
     if meta.shape != tensor.global_shape and not (

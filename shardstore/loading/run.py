@@ -197,19 +197,13 @@ def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]
     try:
         return _run_once(call, ranks)
     except Exception as problem:
-        if not _was_replaced(ranks, problem):
+        replaced: list[str] = []
+        with suppress(Exception):  # a rank was lost
+            replaced = [] if ranks.is_broken else causes(ranks, problem, (ReplacedError,), what="")
+        if not replaced:
             raise
         logger.warning("%s; loading what is there now", problem)
     return _run_once(call, ranks)
-
-
-def _was_replaced(ranks: Ranks, problem: Exception) -> bool:
-    """Return whether a load failed because the checkpoint was replaced, and for no other reason on
-    any rank. Every rank calls it with its own error, and waits for all others."""
-    try:
-        return not ranks.is_broken and bool(causes(ranks, problem, (ReplacedError,), what=""))
-    except Exception:  # a rank was lost; the caller raises the original error
-        return False
 
 
 def causes(

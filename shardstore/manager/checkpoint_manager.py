@@ -188,14 +188,7 @@ class CheckpointManager:
         grace_s: float | None = None,
     ) -> None:
         self.root = Location.of(root, storage_options)
-        self.policy = Retention(
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_for=keep_for,
-            best=best,
-            metric=metric,
-            mode=mode,
-        )
+        self.policy = Retention(keep_last, keep_every, keep_for, best, metric, mode)
         self._schedule = Schedule(every=every, every_s=every_s, interval=interval, grace_s=grace_s)
         if process_group is not None:
             Ranks.of(process_group)  # a rank that is not a member would delete steps too

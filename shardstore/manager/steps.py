@@ -411,7 +411,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Retention:
     """The retention policy. A step is kept if any rule keeps it, or if it is the newest step.
 

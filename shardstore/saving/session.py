@@ -109,11 +109,6 @@ class Part:
         """The tensors in :attr:`sharded`."""
         return sharded_tensors_of(self.sharded)
 
-    def unite(self, reports: Mapping[int, bytes]) -> None:
-        """Add the values that only other ranks hold, see :meth:`PlainValues.unite`."""
-        assert self.plain is not None
-        self.plain.unite(reports, self.target.url, equal=self.options.replicas == "equal")
-
 
 class _Opening(NamedTuple):
     """A rank's report at the beginning of a save."""
@@ -233,11 +228,12 @@ class SaveSession:
             assert agreed is not None
             apply_claims(part.sharded, agreed.owners, ranks.rank)
             if agreed.digests is not None and part.plain is not None:
+                unite = partial(part.plain.unite, part.target.url, part.options.replicas == "equal")
                 ranks.step(
                     what,
                     partial(part.plain.differing, agreed.digests),
                     bytes,
-                    lambda reports: part.unite(dict(zip(ranks.members, reports, strict=True))),
+                    lambda reports: unite(dict(zip(ranks.members, reports, strict=True))),
                 )
             attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
             session = cls(ranks, part, agreed, attempt)
