@@ -32,7 +32,7 @@ from shardstore.dcp.reader import Placed, forget_listings
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
-from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes
+from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes, stored_name
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import disk_of
@@ -273,7 +273,15 @@ class StorageWriter(Placed, DcpStorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan with the identity of this rank's disk. All ranks call it."""
+        """Return the plan with the identity of this rank's disk. All ranks call it.
+
+        Raises:
+            DTypeMismatchError: a tensor cannot be stored. DCP's planner would fail for some of them
+                after this, without a key.
+        """
+        for item in plan.items:
+            if (about := item.tensor_data) is not None:
+                stored_name(item.index.fqn, about.properties.dtype, about.properties.layout)
         return replace(plan, storage_data=disk_of(self._place))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

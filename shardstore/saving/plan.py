@@ -140,6 +140,21 @@ def parts_of(
     return part
 
 
+def stored_name(key: str, dtype: torch.dtype, layout: torch.layout) -> str:
+    """Return the data type of a tensor's array.
+
+    Raises:
+        DTypeMismatchError: no array stores such tensors.
+    """
+    if layout is not torch.strided:
+        text = f"no array has the layout {layout}; make it a dense tensor (to_dense() makes one)"
+        raise DTypeMismatchError(f"key {key!r}: {text}", key=key)
+    try:
+        return dtypes.zarr_name(dtype)
+    except DTypeMismatchError as error:
+        raise DTypeMismatchError(f"key {key!r}: {error}", key=key) from error
+
+
 def array_meta(
     tensor: ShardedTensor,
     options: SaveOptions,
@@ -153,10 +168,7 @@ def array_meta(
         DTypeMismatchError: the data type cannot be stored.
         KeyNameError: the key cannot be stored.
     """
-    try:
-        name = dtypes.zarr_name(tensor.dtype)
-    except DTypeMismatchError as error:
-        raise DTypeMismatchError(f"key {tensor.key!r}: {error}", key=tensor.key) from error
+    name = stored_name(tensor.key, tensor.dtype, torch.strided)
     size = dtypes.itemsize(name)
     shape = tensor.global_shape
     if tensor.axis_fragmentations is not None:
