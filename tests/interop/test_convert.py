@@ -138,7 +138,7 @@ def test_safetensors_files_and_index(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=5 + settings.default.max_examples // 20,
+    max_examples=settings.default.max_examples // 10,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(

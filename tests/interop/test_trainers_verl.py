@@ -30,6 +30,7 @@ def train(python: Path, root: str, steps: int, output: Path, *place: str, **how:
     return found(output)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_it_was(python: Path, tmp_path: Path) -> None:
     losses, drawn = train(python, str(tmp_path / "unbroken"), 5, tmp_path / "a.json")
     names = sorted(place.name for place in (tmp_path / "unbroken").iterdir())

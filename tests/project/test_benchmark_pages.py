@@ -146,6 +146,7 @@ def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.long
 def test_a_disk_is_measured(tmp_path: Path) -> None:
     """Every client has every figure, in rounds; other clients' environments are not asked for."""
     data = measured(

@@ -72,6 +72,7 @@ def test_installed_in_0_19_it_reads_all_and_writes_zarr(folder: Path) -> None:
     assert json.loads((folder / "z" / "zarr.json").read_text())["node_type"] == "group"
 
 
+@pytest.mark.long
 def test_installed_after_megatron_was_imported(folder: Path) -> None:
     actions = [["load", folder / "own19"], ["load", folder / "z"], ["save", folder / "z15"]]
     run("0.15.3", (1, 1), [*actions, ["load", folder / "z15"]], install="zarr", late=True)

@@ -61,6 +61,7 @@ assert sys.modules[module.__name__] is module is not kept[0]  # now the name is 
     ]
 
 
+@pytest.mark.long
 def test_a_class_that_is_derived_afterwards_works(tmp_path: Path) -> None:
     program = """
 from shardstore.megatron import install

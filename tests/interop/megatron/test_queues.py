@@ -19,8 +19,11 @@ pytestmark = pytest.mark.megatron
 
 @pytest.mark.parametrize(
     ("module", "options"),
-    [(NVRX, []), (NVRX, ["--persistent"]), (MEGATRON, [])],  # its worker process needs CUDA
-    ids=["nvrx", "nvrx-worker", "megatron"],
+    [
+        pytest.param(NVRX, [], id="nvrx", marks=pytest.mark.long),
+        pytest.param(NVRX, ["--persistent"], id="nvrx-worker"),
+        pytest.param(MEGATRON, [], id="megatron"),  # its worker process needs CUDA
+    ],
 )
 def test_requests_run_in_queues_of_others(tmp_path: Path, module: str, options: list[str]) -> None:
     paths = [ROOT, *(ENVIRONMENT / name for name in ("nvrx", "0.19.2", "triton"))]
