@@ -166,10 +166,12 @@ def _numpy_scalar(dtype: np.dtype[Any], data: bytes) -> Any:
 
 
 def _sparse(layout: torch.layout, data: Sequence[Any]) -> torch.Tensor:
-    given: Any = {"device": data[0].device, "check_invariants": True}
+    device = data[0].device
     if layout == torch.sparse_coo:
-        return torch.sparse_coo_tensor(*data[:3], **given)
-    return torch.sparse_compressed_tensor(*data, layout=layout, **given)
+        return torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        *data, layout=layout, device=device, check_invariants=True
+    )
 
 
 def _subclassed(rebuild: _Name, kind: Any, args: Any, state: Any) -> Any:
