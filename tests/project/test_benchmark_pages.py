@@ -85,6 +85,7 @@ def test_the_page_says_what_is_missed_and_who_is_faster(run: Path, tmp_path: Pat
     assert page.read_text() == text
 
 
+@pytest.mark.long
 def test_notes_stay_when_the_page_is_made_again(run: Path, tmp_path: Path) -> None:
     page = tmp_path / "docs.md"
     page.write_text(
@@ -182,6 +183,7 @@ def test_the_benchmark_of_a_device_is_rehearsed_without_one(tmp_path: Path) -> N
         assert (client, "load to the device") in measures
 
 
+@pytest.mark.long
 def test_a_small_world_is_simulated(tmp_path: Path) -> None:
     """Every measure is there for every size."""
     data = measured(tmp_path, "scale", "--ranks", "4,16", "--scale", "0.001")
