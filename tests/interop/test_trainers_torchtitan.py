@@ -46,13 +46,9 @@ def unbroken(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[boo
     return {bool(1 - number): found["losses"] for number, found in enumerate(both)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("mode", "where"),
-    [
-        ("async", "s3"),
-        pytest.param("disabled", "disk", marks=pytest.mark.long),
-        pytest.param("async_with_pinned_mem", "disk", marks=pytest.mark.long),
-    ],
+    ("mode", "where"), [("async", "s3"), ("disabled", "disk"), ("async_with_pinned_mem", "disk")]
 )
 def test_a_killed_run_resumes_with_the_same_losses(
     python: Path,
