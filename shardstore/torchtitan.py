@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 import shardstore
 from shardstore.convert import convert
 from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.groups import described
 from shardstore.errors import ArgumentError, CheckpointingException, NotACheckpointError
 from shardstore.mapping import StateDict
 from shardstore.storage.commit.identity import is_checkpoint
@@ -206,8 +207,10 @@ class _Manager:
         if is_checkpoint(place):
             return shardstore.load(state, place.place)
         if not place.exists(".metadata"):
-            what = " (initial_load_path) is no checkpoint: give the folder of one step"
-            raise place.error(f"{what}, .../step-100", NotACheckpointError)
+            raise place.error(
+                " (initial_load_path) is no checkpoint: give the folder of one step, .../step-100",
+                NotACheckpointError,
+            )
         load_dcp(state, checkpoint_id=str(place.place))
         return state
 
@@ -216,6 +219,6 @@ class _Manager:
             try:
                 self.states[key].load_state_dict(loaded if key == MODEL else loaded[key])
             except Exception as error:
-                text = f"{key!r} does not accept its state in {url}: {type(error).__name__}: "
-                remedy = f"; to load without it, set exclude_from_loading=[{key!r}]"
-                raise CheckpointingException(f"{text}{error}{remedy}", key=key, url=url) from error
+                text = f"{key!r} does not accept its state in {url}: {described(error)}"
+                remedy = f"to load without it, set exclude_from_loading=[{key!r}]"
+                raise CheckpointingException(f"{text}; {remedy}", key=key, url=url) from error

@@ -19,13 +19,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from shardstore import errors
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    NotACheckpointError,
-    StorageError,
-)
 from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints, folder
@@ -119,7 +114,7 @@ class Steps:
 
     def __init__(self, root: Location, prefix: str) -> None:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"prefix={prefix!r} may have letters, digits, '_', '-' and '.', and must not "
                 "begin with '-' or '.'"
             )
@@ -183,7 +178,7 @@ class Steps:
         """Return a time for a save that begins now, later than those of all steps, even if clocks
         differ. The process that saves calls it."""
         if self._last is None:
-            with suppress(StorageError):  # the save will raise it
+            with suppress(errors.StorageError):  # the save will raise it
                 self.infos()
         self._last = max(time.time_ns(), (self._last or 0) + 1)
         return self._last
@@ -203,9 +198,9 @@ class Steps:
             content = stored.root.commit.get("content")
             if content is None and stored.manifest is not None:
                 content = content_digest(stored.arrays.values(), stored.manifest)
-        except StorageError:
+        except errors.StorageError:
             raise
-        except CheckpointingException:
+        except errors.CheckpointingException:
             return StepInfo(step)
         metrics = {}
         for name, value in _mapping(mark.get("metrics")).items():
@@ -253,7 +248,7 @@ class Steps:
         """
         with self._unused(step) as free:
             if free:
-                with suppress(NotACheckpointError):  # another thread deleted it
+                with suppress(errors.NotACheckpointError):  # another thread deleted it
                     checkpoints.delete_checkpoint(self.place(step))
                 self._known.pop(step, None)
             return free
@@ -382,9 +377,9 @@ def what_is_missing(place: Location) -> str | None:
     stored = StoredCheckpoint(place)
     try:
         root, manifest, arrays = stored.root, stored.manifest, stored.arrays
-    except StorageError:
+    except errors.StorageError:
         raise
-    except CheckpointingException as error:
+    except errors.CheckpointingException as error:
         return str(error)
     if root is None or manifest is None:
         return None
@@ -444,11 +439,13 @@ class Retention:
         if self.keep_for is not None and not (
             isinstance(self.keep_for, timedelta) and self.keep_for > timedelta(0)
         ):
-            raise ArgumentError(f"keep_for={self.keep_for!r} must be a timedelta above 0, or None")
+            raise errors.ArgumentError(
+                f"keep_for={self.keep_for!r} must be a timedelta above 0, or None"
+            )
         if self.mode not in ("min", "max"):
-            raise ArgumentError(f"mode={self.mode!r} must be 'min' or 'max'")
+            raise errors.ArgumentError(f"mode={self.mode!r} must be 'min' or 'max'")
         if (self.best is None) != (self.metric is None):
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"best={self.best} and metric={self.metric!r} must be given together, such as "
                 "best=2, metric='loss'"
             )

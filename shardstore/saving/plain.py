@@ -163,13 +163,13 @@ class PlainValues:
             found[path] = Leaf(digest, path in self.arrays, pickled)
         return pickle.dumps(found)
 
-    def unite(self, url: str, equal: bool, reports: Mapping[int, bytes]) -> None:
+    def unite(self, reports: Mapping[int, bytes], url: str, *, equal: bool) -> None:
         """Add the values that only other ranks hold to :attr:`common`. The coordinator calls it.
 
         Args:
+            reports: rank -> its :meth:`differing`; the coordinator first.
             url: target of the save, for texts.
             equal: raise an error for copies that differ; otherwise log a warning.
-            reports: rank -> its :meth:`differing`; the coordinator first.
 
         Raises:
             AccessPatternError: the values of two ranks do not fit into one state dict, or differ.

@@ -228,7 +228,8 @@ class SaveSession:
             assert agreed is not None
             apply_claims(part.sharded, agreed.owners, ranks.rank)
             if agreed.digests is not None and part.plain is not None:
-                unite = partial(part.plain.unite, part.target.url, part.options.replicas == "equal")
+                equal = part.options.replicas == "equal"
+                unite = partial(part.plain.unite, url=part.target.url, equal=equal)
                 ranks.step(
                     what,
                     partial(part.plain.differing, agreed.digests),
