@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.convert.formats import Read, Receipts, ShardstoreTarget, ZarrSource
-from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, is_file_name
+from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget
 from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
+from shardstore.hf.files import is_file_name
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
 from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.format import dtypes

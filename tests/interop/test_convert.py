@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
-from shardstore.convert import DEFAULT_FILE_BYTES, convert, safetensors
+from shardstore.convert import DEFAULT_FILE_BYTES, convert
 from shardstore.errors import (
     ArgumentError,
     CheckpointExistsError,
@@ -37,6 +37,7 @@ from shardstore.errors import (
     DTypeMismatchError,
     NotACheckpointError,
 )
+from shardstore.hf import files
 from shardstore.progress import Progress
 from shardstore.serialization import load_sharded_metadata
 from shardstore.storage.format.grid import Box
@@ -363,8 +364,8 @@ def test_a_header_that_nobody_reads_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], named: str
 ) -> None:
     """The library reads headers of up to 100 MB."""
-    assert safetensors.MAX_HEADER_BYTES == 100_000_000
-    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 20_000)
+    assert files.MAX_HEADER_BYTES == 100_000_000
+    monkeypatch.setattr(files, "MAX_HEADER_BYTES", 20_000)
     shardstore.save(shardstore.shard(state), tmp_path / "c")
     with pytest.raises(ArgumentError, match=f"more than the 20000.*{named}"):
         convert(tmp_path / "c", tmp_path / "m.safetensors")

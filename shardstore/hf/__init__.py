@@ -1,0 +1,1 @@
+"""Models in the format of Hugging Face: safetensors files, with an index if there are several."""

@@ -1,0 +1,301 @@
+"""Safetensors files: one file, or several with an index, as Hugging Face's libraries store models.
+
+A file is the length of the header (8 bytes, little-endian), the header (JSON: name -> ``dtype``,
+``shape``, ``data_offsets``) and the tensors' bytes (safetensors documentation, "Format"). The
+library safetensors reads and writes whole tensors of one process; here ranks and conversions read
+and write parts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import msgspec
+
+from shardstore import errors
+from shardstore.inspection.opened import array_bytes
+from shardstore.storage.commit.identity import instead
+from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
+from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.ranges import for_each_region, read_box, read_bytes
+from shardstore.storage.stores.location import Location
+
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = f"model{INDEX_SUFFIX}"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+METADATA = "__metadata__"
+
+_NAMES = {
+    "BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+    "F16": "float16", "F32": "float32", "F64": "float64", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+}  # fmt: skip
+_CODES = {name: code for code, name in _NAMES.items()}
+
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a file."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, Size]
+
+
+class _Index(msgspec.Struct):
+    """The index of several files."""
+
+    weight_map: dict[str, str]
+
+
+Place = tuple[str, int]
+"""Name of a tensor's file, and the offset of the tensor in it, in bytes."""
+
+
+def damaged(path: str, what: object) -> errors.DamagedCheckpointError:
+    """Return an error that says what is wrong with a file."""
+    text = f"{path} is not a complete safetensors file ({what}); download it again"
+    return errors.DamagedCheckpointError(text, url=path)
+
+
+class WeightFiles:
+    """Safetensors files of one folder.
+
+    Args:
+        folder: folder or prefix of the files.
+        names: names of the files.
+        weight_map: key -> name of the file, from the index; ``None``: all tensors of the files.
+
+    Attributes:
+        location: the folder.
+        roots: names of the files.
+        arrays: key -> tensor, as an array of one chunk.
+        metadata: the metadata of all files.
+        left_out: keys of tensors in the files that the index leaves out.
+
+    Raises:
+        DamagedCheckpointError: a file is truncated or not a safetensors file.
+        DTypeMismatchError: a tensor has a data type that cannot be stored.
+        FileNotFoundError: a file is missing.
+    """
+
+    def __init__(
+        self, folder: Location, names: Sequence[str], weight_map: Mapping[str, str] | None = None
+    ) -> None:
+        self.location, self.roots = folder, sorted(names)
+        self.arrays: dict[str, ArrayMeta] = {}
+        self._places: dict[str, Place] = {}
+        self.metadata: dict[str, str] = {}
+        self.left_out: list[str] = []
+        for name in names:
+            self._add(name, weight_map)
+
+    def _add(self, name: str, weight_map: Mapping[str, str] | None) -> None:
+        """Add the tensors and the metadata of a file."""
+        folder, path = self.location, f"{self.location.url}/{name}"
+        size, _ = folder.stamp(name) or (0, None)
+        length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise damaged(path, f"a header of {length} bytes in a file of {size}")
+        try:
+            text = read_bytes(folder, name, 8, 8 + length)
+            header = msgspec.json.decode(text, type=dict[str, Any])
+            metadata = msgspec.convert(header.pop(METADATA, None), dict[str, str] | None) or {}
+            entries = msgspec.convert(header, dict[str, _Entry])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise damaged(path, error) from error
+        self.metadata |= metadata
+        position = 0
+        for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            if entry.data_offsets[0] != position:
+                raise damaged(path, f"{key!r} begins at {entry.data_offsets[0]}, not {position}")
+            position = entry.data_offsets[1]
+        if 8 + length + position != size:
+            raise damaged(path, f"{size - 8 - length} bytes for tensors of {position}")
+        for key, entry in entries.items():
+            if entry.dtype not in _NAMES:
+                raise errors.DTypeMismatchError(
+                    f"key {key!r} of {path} has data type {entry.dtype!r}, which cannot be stored "
+                    f"as a Zarr array; known: {', '.join(_NAMES)}",
+                    key=key,
+                    url=path,
+                )
+            array = array_of_one_chunk(key, entry.shape, _NAMES[entry.dtype])
+            start, stop = (8 + length + offset for offset in entry.data_offsets)
+            if stop - start != array_bytes(array):
+                raise damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
+            if weight_map is None or weight_map.get(key) == name:
+                self.arrays[key], self._places[key] = array, (name, start)
+            elif key not in weight_map:
+                self.left_out.append(key)
+
+    @classmethod
+    def open(cls, place: Location) -> Self:
+        """Open a file, an index and its files, or a folder with either.
+
+        Raises:
+            NotACheckpointError: there is no such file.
+            DamagedCheckpointError: a file is damaged or does not match the index.
+        """
+        folder, name = _named(place)
+        path = f"{folder.url}/{name}"
+        try:
+            if not name.endswith(INDEX_SUFFIX):
+                return cls(folder, [name])
+            document = folder.read(name)
+        except FileNotFoundError:
+            raise errors.NotACheckpointError(f"{path} does not exist", url=path) from None
+        try:
+            weight_map = msgspec.json.decode(document, type=_Index).weight_map
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise damaged(path, error) from error
+        names = list(dict.fromkeys(weight_map.values()))
+        if lost := sorted(set(names).difference(folder.listing())):
+            raise damaged(path, f"it names {lost[0]!r}, which is not a file in the same folder")
+        found = cls(folder, names, weight_map)
+        if missing := sorted(set(weight_map) - set(found.arrays)):
+            raise damaged(path, f"{missing[:4]} are in no file")
+        return found
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions.
+
+        Raises:
+            DamagedCheckpointError: a file is missing or truncated.
+        """
+        for_each_region(reads, self._read_one)
+
+    def _read_one(self, read: RegionRead) -> None:
+        key = read.array.key
+        name, start = self._places[key]
+        try:
+            read_box(self.location, name, start, self.arrays[key].shape, read.box, read.out)
+        except (FileNotFoundError, ValueError) as error:
+            path = f"{self.location.url}/{name}"
+            text = f"key {key!r}: {path} changed while it was read ({error})"
+            raise errors.DamagedCheckpointError(text, key=key, url=path) from error
+
+
+def _named(place: Location) -> tuple[Location, str]:
+    """Return the folder, and the name of the file or index to open.
+
+    Raises:
+        NotACheckpointError: the place holds no safetensors file, or more than one without an index.
+    """
+    if is_file_name(place.name) and not place.is_dir():
+        return Location(place.url.rpartition("/")[0], place.options), place.name
+    names = place.listing()
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indices) == 1:
+        return place, indices[0]
+    if len(files) == 1 and not re.search(r"-of-(?!00001\.)\d{5}\.", files[0]):  # a part of several
+        return place, files[0]
+    if place.is_local and not place.is_dir():
+        found = instead(place) or "its name ends in neither .safetensors nor .json"
+        raise place.error(
+            f" is a file, but not a safetensors file: {found}", errors.NotACheckpointError
+        )
+    raise place.error(
+        f" holds {len(indices)} safetensors indices and {len(files)} files; give the path of one "
+        "of them",
+        errors.NotACheckpointError,
+    )
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a name is that of a safetensors file or index."""
+    return name.endswith((".safetensors", INDEX_SUFFIX))
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The files that tensors are written to.
+
+    Attributes:
+        heads: name of each file -> its header, with the length before it. The tensors follow in
+            their order.
+        sizes: name of each file -> its size in bytes.
+        places: key -> name of the tensor's file, and its offset in bytes.
+    """
+
+    heads: dict[str, bytes]
+    sizes: dict[str, int]
+    places: dict[str, Place]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Sequence[ArrayMeta],
+        file_bytes: int,
+        metadata: Mapping[str, str],
+        single: str | None = None,
+    ) -> FileLayout:
+        """Lay tensors out in files, in the given order. A pure function.
+
+        Args:
+            arrays: the tensors.
+            file_bytes: largest size of the tensors of a file, if it holds more than one.
+            metadata: further metadata of the first file.
+            single: name of the file if there is one alone; default: that of a numbered file.
+
+        Raises:
+            DTypeMismatchError: the format lacks the data type of a tensor.
+            ArgumentError: a header is too large.
+        """
+        groups, left = [list[ArrayMeta]()], file_bytes
+        for meta in arrays:
+            left -= array_bytes(meta)
+            if left < 0 and groups[-1]:
+                groups.append([])
+                left = file_bytes - array_bytes(meta)
+            groups[-1].append(meta)
+        layout = cls({}, {}, {})
+        for number, group in enumerate(groups, 1):
+            name = f"model-{number:05}-of-{len(groups):05}.safetensors"
+            if single is not None and len(groups) == 1:
+                name = single
+            layout._add(name, group, {"format": "pt", **(metadata if number == 1 else {})})
+        return layout
+
+    def _add(self, name: str, arrays: Sequence[ArrayMeta], metadata: Mapping[str, str]) -> None:
+        """Add a file. Raise the errors of :meth:`of`."""
+        header: dict[str, Any] = {METADATA: metadata}
+        stop = 0
+        for meta in arrays:
+            if meta.dtype not in _CODES:
+                raise errors.DTypeMismatchError(
+                    f"key {meta.key!r} has data type {meta.dtype}, which safetensors lacks; "
+                    "convert it first",
+                    key=meta.key,
+                )
+            start, stop = stop, stop + array_bytes(meta)
+            header[meta.key] = _Entry(_CODES[meta.dtype], meta.shape, (start, stop))
+        text = msgspec.json.encode(header)
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise errors.ArgumentError(
+                f"the header of {name} would have {len(text)} bytes, more than the "
+                f"{MAX_HEADER_BYTES} that safetensors reads; nothing was written. It names "
+                f"{len(arrays)} tensors and has {sum(map(len, metadata.values()))} bytes of "
+                "metadata: write several files (file_bytes)"
+            )
+        head = self.heads[name] = len(text).to_bytes(8, "little") + text
+        self.sizes[name] = len(head) + stop
+        for meta in arrays:
+            self.places[meta.key] = name, len(head) + header[meta.key].data_offsets[0]
+
+    def index(self) -> bytes:
+        """Return the document that names the file of each tensor (Hugging Face Hub
+        documentation, "Sharded safetensors index")."""
+        total = sum(self.sizes[name] - len(head) for name, head in self.heads.items())
+        weight_map = {key: name for key, (name, _) in self.places.items()}
+        about = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        return json.dumps(about, indent=2).encode()
