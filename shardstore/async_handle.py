@@ -21,15 +21,17 @@ from concurrent.futures import Future, thread  # noqa: F401 (registers an exit f
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Protocol, Unpack
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
+from shardstore.saving.execute import Staging
 from shardstore.saving.run import prepare, run_save
-from shardstore.saving.session import Part, SaveSession
+from shardstore.saving.session import Part
 from shardstore.serialization import save_strategies
 from shardstore.storage.options import SaveKeywords, options_of
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest, in_background, staged
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
@@ -141,6 +143,41 @@ def async_save(
     return _latest
 
 
+class Running(Protocol):
+    """What a handle knows of its save, see :class:`~shardstore.saving.session.SaveSession`."""
+
+    target: Location
+    record: dict[str, Any]
+
+    @property
+    def staging(self) -> Staging | None:
+        """The copy of the state, if it is made in the background."""
+
+    def abort(self) -> None:
+        """Stop writing."""
+
+
+class Exporting(Running, Protocol):
+    """A save of another format, of which this rank has copied its part."""
+
+    def write(self) -> None:
+        """Write this rank's part."""
+
+    def finish(self) -> None:
+        """Commit together with the other ranks."""
+
+
+def begin_background(begin: Callable[[], Exporting]) -> AsyncSave:
+    """Begin a save of another format after the asynchronous save before it has ended, and return
+    its handle. Every rank calls it."""
+    global _latest
+    if _latest is not None:
+        _latest.wait()
+    save = begin()
+    _latest = AsyncSave(save, AsyncRequest(save.write, (), [save.finish]), "wait")
+    return _latest
+
+
 class AsyncSave:
     """Handle of an asynchronous save on this rank. :func:`async_save` returns it.
 
@@ -152,9 +189,9 @@ class AsyncSave:
         url: the target of the save.
     """
 
-    def __init__(self, session: SaveSession, request: AsyncRequest, at_exit: str) -> None:
+    def __init__(self, session: Running, request: AsyncRequest, at_exit: str) -> None:
         self.url = session.target.url
-        self._session: SaveSession | None = session
+        self._session: Running | None = session
         self._is_seen = False
         self._aborts = at_exit == "abort"
         # A daemon thread, so that the exit functions run and decide whether to wait for it.
@@ -163,7 +200,7 @@ class AsyncSave:
         self._end.add_done_callback(self._free)
 
     def _run(
-        self, session: SaveSession, request: AsyncRequest, write: Callable[[], object]
+        self, session: Running, request: AsyncRequest, write: Callable[[], object]
     ) -> dict[str, Any]:
         try:
             write()

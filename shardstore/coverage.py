@@ -231,6 +231,11 @@ def _by_key(
     return found
 
 
+def shards_of(reports: Sequence[bytes], ranks: Sequence[int]) -> dict[str, _Held]:
+    """Return the shards of reports, without data, by key, each with the rank that holds it."""
+    return _by_key(_parsed(reports), ranks)
+
+
 def check_reports(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 

@@ -20,13 +20,13 @@ from shardstore import errors
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
+from shardstore.storage.format.names import MODEL_COMMITS
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.ranges import for_each_region, read_box, read_bytes
 from shardstore.storage.stores.location import Location
 
 INDEX_SUFFIX = ".safetensors.index.json"
-INDEX_NAME = f"model{INDEX_SUFFIX}"
-SINGLE_NAME = "model.safetensors"
+INDEX_NAME, SINGLE_NAME = MODEL_COMMITS
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
 

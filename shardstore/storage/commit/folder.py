@@ -34,7 +34,7 @@ from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit.attempt import Attempt, exists_error
 from shardstore.storage.commit.identity import has_dcp_metadata
 from shardstore.storage.commit.inventory import deletion_rounds, known_nodes, own_names
-from shardstore.storage.format.names import COMMITS, key_of
+from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS, key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
 from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
@@ -61,10 +61,10 @@ logger = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _is_taken(place: Location) -> bool:
-    """Return whether a local place has a document that commits a checkpoint, of shardstore or of
-    PyTorch DCP. A save replaces such a place only if ``overwrite`` is set."""
-    return any(place.exists(name) for name in COMMITS) or has_dcp_metadata(place)
+def _is_taken(place: Location, commits: Sequence[str]) -> bool:
+    """Return whether a local place has a document that commits a checkpoint, one of these or that
+    of PyTorch DCP. A save replaces such a place only if ``overwrite`` is set."""
+    return any(place.exists(name) for name in commits) or has_dcp_metadata(place)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,11 @@ class FolderAttempt(Attempt):
 
     Attributes:
         overwrite: whether a checkpoint at the target may be replaced.
+        commits: names of the documents that tell that there is one.
     """
 
     overwrite: bool = False
+    commits: Sequence[str] = COMMITS
 
     @property
     def location(self) -> Location:
@@ -162,10 +164,10 @@ class FolderAttempt(Attempt):
 
     def _replace(self) -> None:
         source, target = self.location.url, self.target.url
-        if not self.overwrite and _is_taken(self.target):
+        if not self.overwrite and _is_taken(self.target, self.commits):
             raise exists_error(self.target, meanwhile=True)
         _exchange(source, target)
-        if not self.overwrite and _is_taken(self.location):
+        if not self.overwrite and _is_taken(self.location, self.commits):
             # Another process committed between the check and the exchange.
             _exchange(source, target)
             raise exists_error(self.target, meanwhile=True)
@@ -200,6 +202,9 @@ class FolderAttempt(Attempt):
             return
         if not _is_marked(folder, self.id):
             ours = _own_entries(folder)
+            if any(map(target.exists, MODEL_COMMITS)) and not any(map(target.exists, COMMITS)):
+                # A model was replaced, of which no file may stay beside the new ones.
+                ours.update(filter(WEIGHTS.fullmatch, folder.listing()))
             foreign = [n for n in folder.listing() if n not in ours and not target.exists(n)]
             for name in foreign:
                 os.makedirs(target.url, exist_ok=True)
@@ -214,7 +219,7 @@ class FolderAttempt(Attempt):
                 with contextlib.suppress(FileNotFoundError):
                     fsync(f"{folder.url}/{OWNER_NAME}")
                 fsync(folder.url)
-        for name in (*COMMITS, *folder.listing()):
+        for name in (*COMMITS, *MODEL_COMMITS, *folder.listing()):
             if name != OWNER_NAME:
                 folder.delete(name)
         folder.delete()
@@ -284,8 +289,9 @@ def real(place: Location) -> Location:
     return Location.of(os.path.realpath(place.url))
 
 
-def begin(place: Location, options: SaveOptions) -> FolderAttempt:
-    """Begin an attempt at a target. Only the coordinator calls it.
+def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMITS) -> FolderAttempt:
+    """Begin an attempt at a target. Only the coordinator calls it. ``commits`` are the names of the
+    documents that tell that it is taken.
 
     Raises:
         CheckpointExistsError: the target is a file, or holds a checkpoint and ``overwrite`` is
@@ -306,11 +312,11 @@ def begin(place: Location, options: SaveOptions) -> FolderAttempt:
             " is the working directory of this process, which the save would replace; save to a "
             "folder below it"
         )
-    if _is_taken(target) and not options.overwrite:
+    if _is_taken(target, commits) and not options.overwrite:
         raise exists_error(target)
     for left in leftovers(*os.path.split(target.url)):
         sweep(left)
-    attempt = FolderAttempt(target, _own_id(secrets.token_hex(8)), options.overwrite)
+    attempt = FolderAttempt(target, _own_id(secrets.token_hex(8)), options.overwrite, commits)
     try:
         with store_errors("creating", attempt.location.url):
             os.makedirs(attempt.location.url)

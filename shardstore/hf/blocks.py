@@ -1,0 +1,280 @@
+"""Which rank writes which bytes of safetensors files: a pure function of the layouts of all ranks.
+
+A block is a range of a file that one rank writes. On a disk, blocks end where shards end, so that
+most ranks write their own memory. In an object store, they are the parts of an upload. If other
+ranks hold parts of a block, they send them to the rank that writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from shardstore.coverage import find_tiling_fault, shards_of
+from shardstore.errors import AccessPatternError
+from shardstore.hf.files import FileLayout
+from shardstore.loading.plan import moved
+from shardstore.mapping import ShardedTensor, flat_bounds, is_within, local_box
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
+from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
+
+BLOCK_BYTES = 16 * 1024 * 1024
+"""Largest size of a block on a disk."""
+MIN_RUN_BYTES = 1024 * 1024
+"""Contiguous runs of a shard of at least this size are blocks; shorter ones are put together."""
+
+Holders: TypeAlias = dict[Box, list[int]]
+"""Box of a tensor -> the ranks that hold it."""
+
+
+class Piece(NamedTuple):
+    """A part of a block that one rank holds.
+
+    Attributes:
+        rank: the rank that brings it.
+        key: key of the tensor.
+        held: box of the tensor that the rank holds.
+        box: the piece, within ``held`` and ``whole``.
+        whole: box of the tensor that is a contiguous range of the file.
+        start: where this range begins in the block, in bytes.
+    """
+
+    rank: int
+    key: str
+    held: Box
+    box: Box
+    whole: Box
+    start: int
+
+
+class Block(NamedTuple):
+    """Bytes ``start:stop`` of a file.
+
+    Attributes:
+        name: name of the file.
+        owner: the rank that writes it.
+        pieces: what it consists of, besides the header.
+    """
+
+    name: str
+    start: int
+    stop: int
+    owner: int
+    pieces: list[Piece]
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.stop - self.start
+
+
+def boxes_of(tensor: ShardedTensor) -> list[Box]:
+    """Return the boxes of the global tensor that a shard consists of, in the order of its data."""
+    box = local_box(tensor)
+    if tensor.flattened_range is None:
+        return [box] if box.size else []
+    parts = flat_range_boxes(box.shape, *flat_bounds(tensor))
+    return [moved(part, box.offset) for part in parts]
+
+
+def held_by(
+    reports: Sequence[bytes], ranks: Sequence[int]
+) -> tuple[list[ArrayMeta], dict[str, Holders]]:
+    """Return the tensors of all ranks, in the order of their first appearance, and who holds them.
+
+    Args:
+        reports: results of :func:`.report_shards`, in the order of ``ranks``; some may be joined.
+        ranks: the ranks.
+
+    Raises:
+        AccessPatternError: ranks describe a tensor differently, or their shards overlap or leave a
+            gap. Equal shards are replicas.
+        DTypeMismatchError: a data type cannot be stored.
+    """
+    arrays: list[ArrayMeta] = []
+    holders: dict[str, Holders] = {}
+    for key, held in shards_of(reports, ranks).items():
+        _, first = held[0]
+        assert isinstance(first, ShardedTensor)
+        boxes: Holders = defaultdict(list)
+        for rank, tensor in held:
+            assert isinstance(tensor, ShardedTensor)
+            said = (tensor.global_shape, tensor.dtype)
+            if said != (first.global_shape, first.dtype):
+                raise AccessPatternError(
+                    f"key {key!r} is a tensor of {first.global_shape}, {first.dtype} on rank "
+                    f"{held[0][0]} and of {said[0]}, {said[1]} on rank {rank}; ranks must agree",
+                    key=key,
+                    rank=rank,
+                )
+            if not is_within(local_box(tensor), tensor.global_shape):
+                raise AccessPatternError(
+                    f"key {key!r}: the shard of rank {rank} at offset {tensor.global_offset} of "
+                    f"shape {local_box(tensor).shape} reaches outside the global shape "
+                    f"{tensor.global_shape}",
+                    key=key,
+                    rank=rank,
+                )
+            for box in boxes_of(tensor):
+                if rank not in boxes[box]:
+                    boxes[box].append(rank)
+        if fault := find_tiling_fault(list(boxes), first.global_shape):
+            who = sorted(rank for number in fault.shards for rank in list(boxes.values())[number])
+            many = f"is in different shards of ranks {who[:16]}" if who else "is on no rank"
+            raise AccessPatternError(
+                f"key {key!r} of shape {first.global_shape}: the region at offset {fault.offset} "
+                f"of shape {fault.shape} {many}; ranks must hold each element once, or replicas",
+                key=key,
+                rank=who[0] if who else None,
+            )
+        name = dtypes.zarr_name(first.dtype)
+        arrays.append(array_of_one_chunk(key, first.global_shape, name))
+        holders[key] = boxes
+    return arrays, holders
+
+
+def plan_blocks(
+    layout: FileLayout,
+    arrays: Sequence[ArrayMeta],
+    holders: Mapping[str, Holders],
+    ranks: Sequence[int],
+    part_bytes: int | None,
+    in_order: bool = False,
+) -> list[Block]:
+    """Divide the writing of the files among the ranks, by size.
+
+    Args:
+        layout: the files.
+        arrays: the tensors in them, in their order.
+        holders: see :func:`held_by`.
+        ranks: the ranks.
+        part_bytes: size of the parts that files are cut into; ``None``: they are cut where shards
+            end.
+        in_order: one rank writes each file, from its beginning to its end.
+    """
+    load = Counter(dict.fromkeys(ranks, 0))
+    by_file: dict[str, list[tuple[int, int, _Sweep]]] = {name: [] for name in layout.heads}
+    for meta in arrays:
+        name, start = layout.places[meta.key]
+        sweep = _Sweep(meta, holders[meta.key])
+        by_file[name].append((start, start + sweep.total * sweep.itemsize, sweep))
+    blocks = []
+    for name, tensors in by_file.items():
+        head, size = len(layout.heads[name]), layout.sizes[name]
+        if part_bytes is not None:
+            cuts = [*range(0, size, part_bytes), size]
+        else:
+            cuts = [head, *(cut for start, _, sweep in tensors for cut in sweep.cuts(start))]
+        owner = min(ranks, key=load.__getitem__) if in_order else None
+        for begin, end in pairwise(cuts):
+            pieces = list(_pieces(tensors, begin, end))
+            while tensors and tensors[0][1] <= end:
+                tensors.pop(0)
+            block = _owned(name, begin, end, pieces, load, owner)
+            load[block.owner] += block.size
+            blocks.append(block)
+    return blocks
+
+
+def _pieces(
+    tensors: Sequence[tuple[int, int, _Sweep]], begin: int, end: int
+) -> Iterator[tuple[Piece, list[int]]]:
+    """Yield the pieces of a range of a file, each with the ranks that hold it."""
+    for start, stop, sweep in tensors:
+        if start >= end:
+            return
+        low, high = max(start, begin), min(stop, end)
+        at = low - begin
+        size = sweep.itemsize
+        # A part of an upload may end inside of an element.
+        first, last = (low - start) // size, -(-(high - start) // size)
+        at -= (low - start) - first * size
+        active = sweep.overlapping(first, last)
+        for whole in flat_range_boxes(sweep.meta.shape, first, last):
+            for _, _, held, ranks in active:
+                if box := whole.intersect(held):
+                    yield Piece(-1, sweep.meta.key, held, box, whole, at), ranks
+            at += whole.size * size
+
+
+def _owned(
+    name: str,
+    begin: int,
+    end: int,
+    pieces: Sequence[tuple[Piece, list[int]]],
+    load: Mapping[int, int],
+    owner: int | None,
+) -> Block:
+    """Return a block, written by the rank that holds the most of it; of several, by that with the
+    least to write."""
+    held = Counter[int]()
+    for piece, ranks in pieces:
+        for rank in ranks:
+            held[rank] += piece.box.size
+    most = max(held.values(), default=0)
+    if owner is None:
+        ranks = [rank for rank in held if held[rank] == most] or list(load)
+        owner = min(ranks, key=lambda rank: (load[rank], rank))
+    found = [
+        piece._replace(
+            rank=owner if owner in ranks else min(ranks, key=lambda rank: (-held[rank], rank))
+        )
+        for piece, ranks in pieces
+    ]
+    return Block(name, begin, end, owner, found)
+
+
+class _Sweep:
+    """The shards of a tensor, for ascending ranges of its elements."""
+
+    def __init__(self, meta: ArrayMeta, holders: Holders) -> None:
+        self.meta, self.itemsize = meta, dtypes.itemsize(meta.dtype)
+        self.total = math.prod(meta.shape)
+        elements = Grid(meta.shape, (1,) * len(meta.shape))
+        spans = (
+            (elements.linear(box.offset), elements.linear([n - 1 for n in box.end]) + 1, box, held)
+            for box, held in holders.items()
+        )
+        self._coming = sorted(spans, key=lambda span: span[0], reverse=True)
+        self._active: list[tuple[int, int, Box, list[int]]] = []
+
+    def overlapping(self, first: int, last: int) -> list[tuple[int, int, Box, list[int]]]:
+        """Return the shards that may overlap a range: first and last element, box, and ranks."""
+        while self._coming and self._coming[-1][0] < last:
+            self._active.append(self._coming.pop())
+        self._active = [span for span in self._active if span[1] > first]
+        return self._active
+
+    def cuts(self, start: int) -> Iterator[int]:
+        """Yield where blocks of the tensor end in its file, where it begins at ``start``."""
+        marks = {self.total}
+        for _, _, box, _ in self._coming:
+            marks.update(_run_bounds(self.meta.shape, box, MIN_RUN_BYTES // self.itemsize))
+        step = BLOCK_BYTES // self.itemsize
+        for low, high in pairwise(sorted({0, *marks})):
+            for element in [*range(low + step, high, step), high]:
+                yield start + element * self.itemsize
+
+
+def _run_bounds(shape: tuple[int, ...], box: Box, least: int) -> Iterator[int]:
+    """Yield the first and last elements of a box's contiguous runs in the flattened tensor, if they
+    have at least ``least`` elements or there is one alone."""
+    axis = len(shape)
+    while axis and box.shape[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    run = math.prod(box.shape[max(0, axis - 1) :])
+    leading = box.shape[: max(0, axis - 1)]
+    if run < least and math.prod(leading) > 1:
+        return
+    elements = Grid(shape, (1,) * len(shape))
+    for index in np.ndindex(*leading):
+        place = [o + i for o, i in zip(box.offset, index, strict=False)]
+        first = elements.linear([*place, *box.offset[len(leading) :]])
+        yield first
+        yield first + run

@@ -1,0 +1,300 @@
+"""Where safetensors files are written: a folder, an S3 bucket, another object store.
+
+The coordinator begins, commits or abandons; every rank joins, writes ranges of files and finishes.
+A model becomes visible at the commit.
+
+- **Folder**: an attempt beside the target, which the commit exchanges with it, as in a save.
+- **S3**: each file is a multipart upload whose parts the ranks write (Amazon S3 user guide,
+  "Multipart upload"). The commit completes them, the index last. Until then no key exists. The IDs
+  of the uploads are recorded in an object of the place; if the program dies, the next export to the
+  place aborts them.
+- **Other stores**: one rank writes each file from its beginning to its end, and it appears when it
+  is closed; the index comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.hf.files import SINGLE_NAME, FileLayout
+from shardstore.storage.commit import checkpoints, folder
+from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores.location import Location, store_errors
+
+PART_BYTES = 16 * 1024 * 1024
+MOST_PARTS = 9000
+"""Parts of an upload; S3 allows 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
+RECORD_NAME = ".shardstore-uploads.json"
+"""Name of the object that records the uploads of an export to S3."""
+
+Documents = Sequence[tuple[str, bytes]]
+"""Names and contents of small files."""
+
+
+class Place(Protocol):
+    """A place for the files of a model, seen from one rank.
+
+    Attributes:
+        in_order: whether one rank must write each file, from its beginning to its end.
+    """
+
+    in_order: bool
+
+    def part_bytes(self, size: int) -> int | None:
+        """Return the size of the parts of files of up to ``size`` bytes; ``None``: any."""
+
+    def begin(self, layout: FileLayout) -> str:
+        """Begin, and return what the other ranks need to join.
+
+        Raises:
+            CheckpointExistsError: the place is not free.
+        """
+
+    def join(self, state: str) -> None:
+        """Join what the coordinator began."""
+
+    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
+        """Write a range of a file, ``is_last`` up to its end. Several threads may call it."""
+
+    def finish(self) -> str:
+        """End this rank's writing, and return its receipts for the coordinator."""
+
+    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+        """Make the model visible; the last document is the index, if there are several files."""
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+
+
+def place_for(target: Location, *, overwrite: bool, durable: bool) -> Place:
+    """Return the place of a model."""
+    if target.is_local:
+        return FolderPlace(target, SaveOptions(overwrite=overwrite, durable=durable))
+    if hasattr(target.remote.fs, "_call_s3"):
+        return S3Place(target, overwrite)
+    return StorePlace(target, overwrite)
+
+
+class FolderPlace:
+    """A folder of a local or shared file system."""
+
+    in_order = False
+
+    def __init__(self, target: Location, options: SaveOptions) -> None:
+        self._target, self._options = target, options
+        self._attempt: Any = None
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def part_bytes(self, size: int) -> int | None:
+        """See :class:`Place`."""
+        return None
+
+    def begin(self, layout: FileLayout) -> str:
+        """Begin an attempt, and create the files with their headers and full sizes."""
+        commits = (*COMMITS, *MODEL_COMMITS)
+        self._attempt = folder.begin(self._target, self._options, commits)
+        for name, head in layout.heads.items():
+            path = f"{self._attempt.location.url}/{name}"
+            with store_errors("creating", path), open(path, "xb") as file:
+                file.write(head)
+                file.truncate(layout.sizes[name])
+        return str(self._attempt.id)
+
+    def join(self, state: str) -> None:
+        """Look for the folder, which another machine may show late."""
+        if self._attempt is None:
+            self._attempt = checkpoints.join(self._target, state, self._options)
+            self._attempt.require_seen()
+
+    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
+        """See :class:`Place`."""
+        path = f"{self._attempt.location.url}/{name}"
+        with store_errors("writing", path):
+            with self._lock:
+                if name not in self._files:
+                    self._files[name] = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+            while data:
+                written = os.pwrite(self._files[name], data, start)
+                data, start = data[written:], start + written
+
+    def finish(self) -> str:
+        """Close the files, and wait until they are on the disk."""
+        self._close()
+        if self._options.durable:
+            self._attempt.flush()
+        return ""
+
+    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+        """Exchange the attempt with the target."""
+        self._attempt.commit(documents, durable=self._options.durable)
+
+    def abandon(self) -> None:
+        """Remove the attempt."""
+        self._close()
+        if self._attempt is not None:
+            self._attempt.abandon()
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+
+class StorePlace:
+    """A prefix of an object store that fsspec knows."""
+
+    in_order = True
+
+    def __init__(self, target: Location, overwrite: bool) -> None:
+        self._target, self._overwrite = target, overwrite
+        self._remote = target.remote
+        self._stream: Any = None
+
+    def part_bytes(self, size: int) -> int | None:
+        """See :class:`Place`."""
+        return max(PART_BYTES, -(-size // MOST_PARTS))
+
+    def begin(self, layout: FileLayout) -> str:
+        """Remove the model that is replaced: first what completes it."""
+        names = self._remote.listing()
+        old = [name for name in names if WEIGHTS.fullmatch(name)]
+        taken = [name for name in names if name in COMMITS] or old
+        if taken and not (self._overwrite and old == taken):
+            more = "pass overwrite=True to replace it, or " if old == taken else ""
+            raise self._target.error(
+                f" holds {', '.join(taken[:3])} already; {more}save elsewhere",
+                CheckpointExistsError,
+            )
+        completing = [name for name in old if name in MODEL_COMMITS]
+        for some in (completing, [name for name in old if name not in completing]):
+            if some:
+                self._remote.delete(some)
+        return ""
+
+    def join(self, state: str) -> None:
+        """Nothing: the store is known."""
+
+    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
+        """Begin, continue or close a file, which makes it visible."""
+        with self._remote.errors("writing", name):
+            if start == 0:
+                self._stream = self._remote.stream(name, PART_BYTES)
+            self._stream.write(data)
+            if is_last:
+                self._stream.close()
+                self._stream = None
+
+    def finish(self) -> str:
+        """See :class:`Place`."""
+        return ""
+
+    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+        """Write the documents, the index last."""
+        for name, data in documents:
+            self._remote.write(name, data)
+
+    def abandon(self) -> None:
+        """Discard the open file."""
+        if self._stream is not None:
+            with suppress(Exception):
+                self._stream.discard()
+
+
+class S3Place(StorePlace):
+    """A prefix of an S3 bucket."""
+
+    in_order = False
+
+    def __init__(self, target: Location, overwrite: bool) -> None:
+        super().__init__(target, overwrite)
+        self._bucket, _, self._prefix = target.url.partition("://")[2].partition("/")
+        self._uploads: dict[str, str] = {}
+        self._parts: dict[str, list[tuple[int, str]]] = {}
+        self._size = PART_BYTES
+
+    def part_bytes(self, size: int) -> int | None:
+        """See :class:`Place`."""
+        self._size = max(PART_BYTES, -(-size // MOST_PARTS))
+        return self._size
+
+    def begin(self, layout: FileLayout) -> str:
+        """Abort the uploads of an export that died, and begin an upload for each file."""
+        if (left := self._target.read_if_there(RECORD_NAME)) is not None:
+            self._uploads = json.loads(left)
+            self.abandon()
+        super().begin(layout)
+        self._uploads = {}
+        for name in layout.heads:
+            self._uploads[name] = self._call("create_multipart_upload", name, {})["UploadId"]
+            self._remote.write(RECORD_NAME, json.dumps(self._uploads).encode())
+        return json.dumps(self._uploads)
+
+    def join(self, state: str) -> None:
+        """Take the IDs of the uploads."""
+        self._uploads = json.loads(state)
+
+    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
+        """Upload a part."""
+        number = start // self._size + 1
+        part = {"UploadId": self._uploads[name], "PartNumber": number, "Body": bytes(data)}
+        tag = self._call("upload_part", name, part, len(data))["ETag"]
+        self._parts.setdefault(name, []).append((number, tag))
+
+    def finish(self) -> str:
+        """Return the tags of the parts."""
+        return json.dumps(self._parts)
+
+    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+        """Complete the uploads, then write the documents, the index last. A single file of weights
+        comes after the documents instead."""
+        parts: dict[str, list[tuple[int, str]]] = {name: [] for name in layout.heads}
+        for receipt in receipts:
+            for name, some in json.loads(receipt).items():
+                parts[name] += some
+        if SINGLE_NAME in parts:
+            super().commit(layout, receipts, documents)
+            documents = ()
+        for name, some in parts.items():
+            self._complete(name, layout.sizes[name], sorted(some))
+        super().commit(layout, receipts, documents)
+        self._uploads.clear()
+        self._remote.delete([RECORD_NAME])
+
+    def _complete(self, name: str, size: int, parts: Sequence[tuple[int, str]]) -> None:
+        listed = [{"PartNumber": number, "ETag": tag} for number, tag in parts]
+        about = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
+        try:
+            self._call("complete_multipart_upload", name, about)
+        except (StorageError, FileNotFoundError):
+            # The answer to an earlier try may have been lost.
+            found = self._remote.stamp(name)
+            if found is None or found[0] != size:
+                raise
+
+    def abandon(self) -> None:
+        """Abort the uploads, so that the store does not keep their parts."""
+        for name, upload in self._uploads.items():
+            with suppress(StorageError, FileNotFoundError):  # it has ended
+                self._call("abort_multipart_upload", name, {"UploadId": upload})
+        with suppress(StorageError):
+            self._remote.delete([RECORD_NAME])
+        self._uploads.clear()
+
+    def _call(
+        self, method: str, name: str, about: Mapping[str, Any], size: int = 0
+    ) -> Mapping[str, Any]:
+        """Send a request about an object that transfers ``size`` bytes."""
+        key = f"{self._prefix}/{name}" if self._prefix else name
+        with self._remote.errors(method.replace("_", " "), name):
+            found: Mapping[str, Any] = self._remote.call(
+                "call_s3", method, Bucket=self._bucket, Key=key, size=size, **about
+            )
+            return found

@@ -1,0 +1,590 @@
+"""Write a model as safetensors files, each byte once, by the ranks that hold it.
+
+All ranks send the coordinator their layouts, and get those of all ranks, from which each computes
+the files and the ranges that it writes. A second step at the end makes the model visible. An error
+of any rank is raised on every rank, and nothing is visible then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
+from shardstore.coverage import join_reports, report_shards
+from shardstore.dict_utils import dotted, leaves
+from shardstore.distributed.coordinator import Ranks
+from shardstore.dtensor.adoption import adopt_for_save
+from shardstore.errors import (
+    AccessPatternError,
+    ArgumentError,
+    KeyNameError,
+    SaveInProgressError,
+)
+from shardstore.hf.blocks import Block, Piece, held_by, plan_blocks
+from shardstore.hf.files import SINGLE_NAME, FileLayout, is_file_name
+from shardstore.hf.places import Documents, Place, place_for
+from shardstore.loading.plan import held_regions
+from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
+from shardstore.progress import log_event
+from shardstore.saving.plan import plain_tensor
+from shardstore.state_dict_utils import check_state
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunk_bytes import as_bytes
+from shardstore.storage.movers.device import behind, on_host, stream_of
+from shardstore.storage.movers.parallel import default_threads, in_rounds
+from shardstore.storage.options import require_bool, require_number
+from shardstore.storage.stores.location import Location, shown
+
+logger = logging.getLogger(__name__)
+
+Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
+"""Key in a state dict -> name in the files."""
+FileArgument: TypeAlias = Iterable[str | os.PathLike[str]] | Mapping[str, str | bytes]
+
+FILE_BYTES = 5 * 2**30
+ROUND_BYTES = 64 * 1024 * 1024
+"""Largest number of bytes of the blocks that a rank puts together at a time."""
+MARGIN = 16
+"""Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
+CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Data types that ``dtype=`` casts. Others, such as integers and 8-bit floats, stay as they are."""
+
+
+def save(
+    state_dict: StateDict,
+    place: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    names: Names = None,
+    files: FileArgument = (),
+    *,
+    overwrite: bool = False,
+    durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
+) -> None:
+    """Write a model as ``model.safetensors``, or as several files with an index, as transformers
+    does; completely or not at all.
+
+    Every rank calls it with its own part and waits for all others twice. Each byte is written once,
+    by a rank that holds it; replicas divide the writing. On a disk each rank writes its memory to
+    its place in the files. In an S3 bucket each file is one multipart upload, whose parts the ranks
+    write. In other stores, one rank writes each file.
+
+    Args:
+        state_dict: nested dicts and lists with DTensors, plain tensors, sharded tensors and
+            factories, on any device. Plain tensors are equal on the ranks that have them. The name
+            of a tensor is its key, or its path joined by dots. Other values are left out.
+        place: folder or URL. On a disk, the finished folder takes the place in one step.
+        dtype: data type to write tensors of float64, float32, float16 and bfloat16 in; ``None``:
+            their own.
+        file_bytes: largest size of a file's tensors; a larger tensor is a file by itself.
+        names: names in the files by key, as a mapping (other keys keep theirs) or a function;
+            ``None`` as a name leaves the tensor out.
+        files: paths of files to add, such as ``config.json`` and those of the tokenizer, or
+            name -> content. Only those of the first rank count.
+        overwrite: replace the model at the place. On a disk it stays until the new one takes its
+            place; in an object store it is deleted first. Other files stay.
+        durable: wait until everything is on the disk.
+        storage_options: options of the object store, see :func:`shardstore.save`.
+        process_group: the ranks that hold the model; default: all.
+
+    Tensors that share their memory on all ranks (tied weights) are written once, under the first of
+    their names; the metadata of the first file has the others, as that of ``safetensors.torch``
+    does.
+
+    Raises:
+        CheckpointExistsError: the place holds a model or a checkpoint, and ``overwrite`` was not
+            given.
+        AccessPatternError: an element is on no rank, or in different shards.
+        DTypeMismatchError: safetensors lacks a data type.
+        KeyNameError: two tensors have one name.
+        ArgumentError: an argument is wrong, or the header of a file would be too large.
+        StorageError: the disk or the store failed.
+        RanksError: another rank failed, or did not answer in time.
+    """
+    arguments = _Arguments(place, dtype, file_bytes, names, files, overwrite, durable)
+    export = _begin(state_dict, arguments, storage_options, Ranks.of(process_group))
+    export.write()
+    export.finish()
+
+
+def async_save(
+    state_dict: StateDict,
+    place: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    names: Names = None,
+    files: FileArgument = (),
+    *,
+    overwrite: bool = False,
+    durable: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
+) -> AsyncSave:
+    """Write a model while training continues, see :func:`save` and :func:`shardstore.async_save`.
+
+    The state may be changed after the call: each rank has copied what it writes to host memory, in
+    the data type that it is written in. The call waits for an asynchronous save before it.
+
+    Returns:
+        The handle of the export on this rank. The result has the numbers of tensors and bytes.
+    """
+    arguments = _Arguments(place, dtype, file_bytes, names, files, overwrite, durable)
+    ranks = Ranks.of(process_group)
+    return begin_background(lambda: _staged(state_dict, arguments, storage_options, ranks))
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of :func:`save` on one rank."""
+
+    place: str | os.PathLike[str]
+    dtype: torch.dtype | None
+    file_bytes: int
+    names: Names
+    files: FileArgument
+    overwrite: bool
+    durable: bool
+
+    def check(self) -> None:
+        """Raise :class:`ArgumentError` if one of them is wrong."""
+        require_bool("overwrite", self.overwrite)
+        require_bool("durable", self.durable)
+        require_number("file_bytes", self.file_bytes)
+        if self.dtype is not None and self.dtype not in CAST_FROM:
+            known = ", ".join(map(str, CAST_FROM))
+            raise ArgumentError(f"dtype={self.dtype!r:.100} must be one of {known}, or None")
+        if not (self.names is None or callable(self.names) or isinstance(self.names, Mapping)):
+            raise ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
+
+    def name_of(self, key: str) -> str | None:
+        """Return the name of a tensor in the files; ``None``: it is left out."""
+        if self.names is None:
+            return key
+        found = self.names(key) if callable(self.names) else self.names.get(key, key)
+        if not isinstance(found, str | None) or found == "":
+            raise ArgumentError(f"names gives key {key!r} the name {found!r}; give a text or None")
+        return found
+
+    def documents(self) -> list[tuple[str, bytes]]:
+        """Return names and contents of :attr:`files`."""
+        if isinstance(self.files, Mapping):
+            given = [(n, t.encode() if isinstance(t, str) else t) for n, t in self.files.items()]
+        elif isinstance(self.files, str | os.PathLike):
+            raise ArgumentError(f"files={self.files!r} must be a list of paths, or name -> content")
+        else:
+            given = []
+            for path in self.files:
+                folder, _, name = os.path.abspath(path).rpartition("/")
+                data = Location.of(folder or "/").read_if_there(name)
+                if data is None:
+                    raise ArgumentError(f"files names {path}, which does not exist")
+                given.append((name, data))
+        for name, _ in given:
+            if "/" in name or name.startswith(".") or is_file_name(name):
+                raise ArgumentError(f"files has the name {name!r}, which the export does not write")
+        return given
+
+
+@dataclass
+class Export:
+    """An export in progress on one rank.
+
+    Attributes:
+        ranks: the ranks.
+        target: its target.
+        place: writes the files.
+        layout: the files.
+        blocks: what each rank writes.
+        sources: name and box of a tensor -> its memory on this rank.
+        dtypes: name of a tensor -> data type that it is written in.
+        documents: files to add; on the coordinator.
+        failure: an error of this rank.
+        record: numbers of tensors and bytes; empty before the end.
+    """
+
+    ranks: Ranks
+    target: Location
+    place: Place
+    layout: FileLayout
+    blocks: list[Block]
+    sources: dict[tuple[str, Box], torch.Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    documents: Documents
+    failure: BaseException | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=perf_counter)
+    staging: None = None
+
+    @property
+    def pieces(self) -> set[tuple[str, Box]]:
+        """Name and box of what this rank brings."""
+        rank = self.ranks.rank
+        return {(p.key, p.held) for block in self.blocks for p in block.pieces if p.rank == rank}
+
+    def write(self) -> None:
+        """Write this rank's blocks, and send and receive the pieces of shared ones. An error is
+        kept for :meth:`finish`."""
+        try:
+            write_blocks(self)
+        except Exception as problem:
+            self.failure = self.failure or problem
+
+    def finish(self) -> None:
+        """Make the model visible. Every rank calls it and waits for all others.
+
+        Raises:
+            CheckpointingException: an error of any rank; nothing is visible then.
+        """
+        about = {"tensors": len(self.layout.places), "bytes": sum(self.layout.sizes.values())}
+        documents = list(self.documents)
+        if SINGLE_NAME not in self.layout.heads:
+            documents.append(("model.safetensors.index.json", self.layout.index()))
+
+        def commit(reports: list[bytes]) -> bytes:
+            self.place.commit(self.layout, [report.decode() for report in reports], documents)
+            return json.dumps(about).encode()
+
+        what = f"committing {self.target.url}"
+        try:
+            _, answer = self.ranks.step(
+                what, self.place.finish, str.encode, commit, error=self.failure
+            )
+        except BaseException:
+            self.abandon()
+            raise
+        self.record = json.loads(answer)
+        if self.ranks.is_coordinator:
+            url, size, seconds = self.target.url, about["bytes"], perf_counter() - self.started
+            text = f"{url}: exported {about['tensors']} tensors, {size} bytes in {seconds:.3f} s"
+            log_event(logger, "commit", text, url=url, bytes=size, seconds=seconds)
+
+    def abandon(self) -> None:
+        """Remove what was written, on the coordinator."""
+        if self.ranks.is_coordinator:
+            self.place.abandon()
+
+    def abort(self) -> None:
+        """Stop writing at the next block."""
+        text = f"the export to {self.target.url} was aborted; nothing of it is visible"
+        self.failure = self.failure or SaveInProgressError(text, url=self.target.url)
+
+
+def _begin(
+    state_dict: StateDict,
+    arguments: _Arguments,
+    storage_options: Mapping[str, Any] | None,
+    ranks: Ranks,
+) -> Export:
+    """Agree with all ranks on the files. Every rank calls it and waits for all others."""
+    documents: list[tuple[str, bytes]] = []
+    begun: list[Export] = []
+
+    def prepare() -> tuple[Location, list[tuple[str, ShardedTensor]]]:
+        arguments.check()
+        target = Location.of(arguments.place, storage_options)
+        if is_file_name(target.name):
+            raise target.error(" is the name of a file; give the model's folder", ArgumentError)
+        if ranks.is_coordinator:
+            documents.extend(arguments.documents())
+        return target, named_tensors(state_dict, arguments.name_of)
+
+    def report(prepared: tuple[Location, list[tuple[str, ShardedTensor]]]) -> bytes:
+        target, tensors = prepared
+        said = target.url, arguments.dtype, arguments.file_bytes
+        described = [
+            replace(tensor, key=name, data=None, dtype=written_as(tensor, arguments.dtype))
+            for name, tensor in tensors
+        ]
+        return pickle.dumps((said, report_shards(described), tied(tensors)))
+
+    def agreed(told: Sequence[tuple[Any, bytes, dict[str, str]]], target: Location) -> Export:
+        reports, ties = [shards for _, shards, _ in told], united(one for *_, one in told)
+        arrays, holders = held_by(reports, ranks.members)
+        arrays = [meta for meta in arrays if meta.key not in ties]
+        layout = FileLayout.of(arrays, arguments.file_bytes, ties, SINGLE_NAME)
+        place = place_for(target, overwrite=arguments.overwrite, durable=arguments.durable)
+        part_bytes = place.part_bytes(max(layout.sizes.values()))
+        blocks = plan_blocks(layout, arrays, holders, ranks.members, part_bytes, place.in_order)
+        written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
+        return Export(ranks, target, place, layout, blocks, {}, written, documents)
+
+    def decide(reports: list[bytes]) -> bytes:
+        told = [pickle.loads(one) for one in reports]
+        for rank, (said, *_) in zip(ranks.members, told, strict=True):
+            if said != told[0][0]:
+                raise AccessPatternError(
+                    f"rank {ranks.members[0]} exports to {told[0][0]} (place, dtype, file_bytes) "
+                    f"but rank {rank} to {said}; give every rank the same",
+                    rank=rank,
+                )
+        target = Location.of(arguments.place, storage_options)
+        export = agreed(told, target)
+        begun.append(export)
+        state = export.place.begin(export.layout)
+        joined = join_reports([shards for _, shards, _ in told])
+        return pickle.dumps((joined, united(ties for *_, ties in told), state))
+
+    what = f"exporting to {shown(arguments.place)}"
+    try:
+        (target, tensors), answer = ranks.step(what, prepare, report, decide)
+    except BaseException:
+        for export in begun:
+            export.abandon()
+        raise
+    joined, ties, state = pickle.loads(answer)
+    export = begun[0] if begun else agreed([(None, joined, ties)], target)
+    try:
+        export.place.join(state)
+        wanted = export.pieces
+        for name, tensor in tensors:
+            export.sources.update(
+                {(name, box): memory for box, memory in regions_of(tensor) if (name, box) in wanted}
+            )
+    except Exception as problem:  # raised in the next step of all ranks
+        export.failure = problem
+    return export
+
+
+def _staged(
+    state_dict: StateDict,
+    arguments: _Arguments,
+    storage_options: Mapping[str, Any] | None,
+    ranks: Ranks,
+) -> Export:
+    """Return an export that writes a copy, over connections of its own."""
+    export = _begin(state_dict, arguments, storage_options, ranks)
+    try:
+        for (name, box), memory in export.sources.items():
+            with behind(stream_of(memory.device)):
+                copied = memory.to(export.dtypes[name]).to("cpu", copy=True)
+            export.sources[name, box] = copied.contiguous()
+    except Exception as problem:
+        export.failure = export.failure or problem
+    export.ranks = ranks.over(RANKS_PURPOSE)
+    return export
+
+
+# -- the tensors of a rank -------------------------------------------------------------------------
+
+
+def named_tensors(
+    state_dict: StateDict, name_of: Callable[[str], str | None]
+) -> list[tuple[str, ShardedTensor]]:
+    """Return the tensors of a state dict, each with its name in the files.
+
+    Raises:
+        KeyNameError: two tensors have one name.
+    """
+    check_state(state_dict)
+    state = adopt_for_save(state_dict, arrays=True)
+    apply_factories(state)
+    keys: dict[str, str] = {}
+    tensors, left_out = [], []
+    for path, value in leaves(state):
+        if not isinstance(value, ShardedTensor):
+            left_out.append(dotted(path))
+        elif (name := name_of(value.key)) is not None:
+            if keys.setdefault(name, value.key) != value.key:
+                raise KeyNameError(
+                    f"keys {keys[name]!r} and {value.key!r} would both have the name {name!r}; "
+                    "change names",
+                    key=value.key,
+                )
+            tensors.append((name, value))
+    if left_out:
+        text = "%d value(s) are no tensors and are left out of the model: %s"
+        logger.info(text, len(left_out), ", ".join(left_out[:8]))
+    return tensors
+
+
+def written_as(tensor: ShardedTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the data type that a tensor is written in."""
+    return tensor.dtype if dtype is None or tensor.dtype not in CAST_FROM else dtype
+
+
+def regions_of(tensor: ShardedTensor) -> Iterable[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of the global tensor that a shard consists of, each with its memory.
+
+    Raises:
+        ArgumentError: it has no data, or its memory was freed.
+        DTypeMismatchError: it is not dense memory.
+    """
+    if tensor.data is None:
+        raise ArgumentError(f"key {tensor.key!r} has no data; give its tensor", key=tensor.key)
+    data = plain_tensor(tensor.data, tensor.key)
+    dtypes.require_memory(data)
+    for box, memory in held_regions(tensor, local_box(tensor), data):
+        if box.size:
+            yield box, memory
+
+
+def tied(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, str]:
+    """Return name -> the first name with the same memory, that name itself for most. Names of
+    which this rank holds no element are left out."""
+    first: dict[Any, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors:
+        data = tensor.data
+        if data is None or not data.numel() or not dtypes.is_plain(data):
+            continue
+        memory = (
+            data.device, data.data_ptr(), data.shape, data.stride(), data.dtype,
+            tensor.global_offset, tensor.global_shape, repr(tensor.flattened_range),
+        )  # fmt: skip
+        found[name] = first.setdefault(memory, name)
+    return found
+
+
+def united(ties: Iterable[dict[str, str]]) -> dict[str, str]:
+    """Return the names that are tied to another one on every rank that holds them, with that
+    name."""
+    found: dict[str, set[str]] = {}
+    for one in ties:
+        for name, other in one.items():
+            found.setdefault(name, set()).add(other)
+    sure = {name: others.pop() for name, others in found.items() if len(others) == 1}
+    return {name: other for name, other in sure.items() if name != other == sure.get(other)}
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_blocks(export: Export) -> None:
+    """Write the blocks of this rank: first those with pieces of other ranks, because they wait.
+
+    After an error the pieces of this rank are still sent, because other ranks wait for them.
+    """
+    ranks, place, rank = export.ranks, export.place, export.ranks.rank
+    ordered = place.in_order
+    shared, alone = [], []
+    for block in export.blocks:
+        holders = {piece.rank for piece in block.pieces}
+        if holders | {block.owner} == {rank} and not ordered:
+            alone.append(block)
+        elif rank in holders or rank == block.owner:
+            shared.append(block)
+    partners = {p.rank for block in shared for p in block.pieces if block.owner == rank}
+    ranks.connect((partners | {block.owner for block in shared}) - {rank})
+    threads = 1 if ordered else default_threads()
+    pending: list[Future[None]] = []
+    with ThreadPoolExecutor(threads, thread_name_prefix="shardstore-io") as pool:
+        for batch in in_rounds(shared, lambda block: block.size, ROUND_BYTES):
+            data = _put_together(export, batch)
+            _wait(export, pending)
+            pending = [pool.submit(_write, export, *one) for one in data]
+        for block in alone:
+            pending.append(pool.submit(lambda one: _write(export, one, None), block))
+        _wait(export, pending)
+
+
+def _wait(export: Export, pending: Iterable[Future[None]]) -> None:
+    for future in pending:
+        if error := future.exception():
+            export.failure = export.failure or error
+
+
+def _write(export: Export, block: Block, data: NDArray[np.uint8] | None) -> None:
+    """Write a block, unless this rank has failed."""
+    if export.failure is not None:
+        return
+    if data is None:
+        data = _of_one(export, block)
+    is_last = block.stop == export.layout.sizes[block.name]
+    export.place.write(block.name, block.start, data.data, is_last=is_last)
+
+
+def _of_one(export: Export, block: Block) -> NDArray[np.uint8]:
+    """Return the bytes of a block that this rank alone holds: its memory, if they are contiguous
+    there."""
+    if len(block.pieces) == 1:
+        (piece,) = block.pieces
+        if piece.start == 0 and piece.box == piece.whole:
+            data = _fetched(export, piece)
+            if len(data) == block.size:
+                return data
+    buffer = _Buffer(export, block)
+    for piece in block.pieces:
+        buffer.put(piece, _fetched(export, piece))
+    return buffer.data
+
+
+def _fetched(export: Export, piece: Piece) -> NDArray[np.uint8]:
+    """Return the bytes of a piece of this rank, in C order and the written data type."""
+    memory = export.sources[piece.key, piece.held]
+    where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.held.offset).slices)
+    part = memory[where]
+    found = on_host(part.to(export.dtypes[piece.key]), stream_of(part.device))
+    return as_bytes(np.ascontiguousarray(found))
+
+
+class _Buffer:
+    """The bytes of a block, put together of pieces."""
+
+    def __init__(self, export: Export, block: Block) -> None:
+        self._export = export
+        self._memory = np.empty(block.size + 2 * MARGIN, np.uint8)
+        self.data = self._memory[MARGIN : MARGIN + block.size]
+        head = export.layout.heads[block.name][block.start : block.stop]
+        self.data[: len(head)] = np.frombuffer(head, np.uint8)
+
+    def put(self, piece: Piece, data: NDArray[np.uint8]) -> None:
+        """Copy a piece to its place."""
+        # NumPy copies the data types that it lacks element by element.
+        dtype = np.dtype(f"u{self._export.dtypes[piece.key].itemsize}")
+        whole = np.ndarray(piece.whole.shape, dtype, self._memory, MARGIN + piece.start)
+        where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.whole.offset).slices)
+        whole[where] = data.view(dtype).reshape(piece.box.shape)
+
+
+def _put_together(export: Export, blocks: Sequence[Block]) -> list[tuple[Block, NDArray[np.uint8]]]:
+    """Exchange the pieces of some blocks, and return those that this rank writes.
+
+    All ranks exchange the blocks in the same order, so that no two wait for each other. If a piece
+    of this rank cannot be read, zeros are sent, and the error is kept for the commit.
+    """
+    rank = export.ranks.rank
+    sends: list[tuple[int, NDArray[np.uint8]]] = []
+    receives: list[tuple[int, NDArray[np.uint8]]] = []
+    arriving: list[Callable[[], None]] = []
+    data: list[tuple[Block, NDArray[np.uint8]]] = []
+    for block in blocks:
+        buffer = _Buffer(export, block) if block.owner == rank else None
+        if buffer is not None:
+            data.append((block, buffer.data))
+        for piece in block.pieces:
+            size = piece.box.size * export.dtypes[piece.key].itemsize
+            if piece.rank != rank:
+                if buffer is not None:
+                    receives.append((piece.rank, received := np.empty(size, np.uint8)))
+                    arriving.append(partial(buffer.put, piece, received))
+                continue
+            try:
+                held = _fetched(export, piece)
+            except Exception as problem:
+                export.failure = export.failure or problem
+                held = np.zeros(size, np.uint8)
+            if buffer is not None:
+                buffer.put(piece, held)
+            else:
+                sends.append((block.owner, held))
+    if sends or receives:
+        export.ranks.exchange(sends, receives)
+    for arrived in arriving:
+        arrived()
+    return data

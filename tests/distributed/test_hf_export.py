@@ -1,0 +1,359 @@
+"""Ranks write one model in Hugging Face's format, and the library safetensors reads it back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardstore import ShardedTensor, hf
+from shardstore.coverage import as_flat_range, report_shards
+from shardstore.errors import (
+    AccessPatternError,
+    ArgumentError,
+    CheckpointExistsError,
+    KeyNameError,
+    RanksError,
+)
+from shardstore.hf import blocks
+from shardstore.hf.files import SINGLE_NAME, FileLayout
+from shardstore.storage.format.grid import Box
+from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import raised, remains
+
+State = dict[str, Any]
+
+
+def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**7), 2**7, shape, generator=generator).to(dtype)
+
+
+MODEL = {
+    "embed": whole(0, 64, 20, dtype=torch.bfloat16),
+    "rows": whole(1, 37, 16),
+    "columns": whole(2, 24, 40, dtype=torch.float16),
+    "experts": whole(3, 6, 10, 14, dtype=torch.bfloat16),
+    "bias": whole(4, 41, dtype=torch.int8),
+    "scale": whole(5, dtype=torch.float64),
+    "none": whole(6, 0, 3),
+}
+
+
+def read(folder: Path | str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[key].dtype == value.dtype and torch.equal(found[key], value)
+        for key, value in expected.items()
+    )
+
+
+def sharded(mesh: DeviceMesh, axes: tuple[int | None, ...]) -> State:
+    """The model with its tensors cut along these axes by the mesh, as far as they have them."""
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        placements = [
+            Replicate() if axis is None or axis >= tensor.ndim else Shard(axis) for axis in axes
+        ]
+        return distribute_tensor(tensor.clone(), mesh, placements)
+
+    return {key: cut(value) for key, value in MODEL.items()}
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
+    "rows": ((4,), (0,)),
+    "columns": ((4,), (1,)),
+    "inner": ((4,), (2,)),
+    "rows of columns": ((2, 2), (0, 1)),
+    "columns of experts": ((2, 2), (0, 2)),
+    "replicas": ((2, 2), (None, 0)),
+    "all alike": ((4,), (None,)),
+}
+
+
+def _export(rank: int, world_size: int, place: str, options: dict[str, Any]) -> None:
+    for name, (mesh, axes) in LAYOUTS.items():
+        state = sharded(init_device_mesh("cpu", mesh), axes)
+        target = f"{place}/{name.replace(' ', '-')}"
+        hf.save(state, target, file_bytes=3000, storage_options=options)
+        hf.async_save(state, f"{target}-later", storage_options=options).result()
+    parts = {key: value for n, (key, value) in enumerate(MODEL.items()) if n % 4 == rank}
+    hf.save(parts, f"{place}/stages", storage_options=options)
+    flat = []
+    for key in ("columns", "experts"):
+        value = MODEL[key].reshape(-1)
+        ends = [0, 100, 101, 350, value.numel()][rank : rank + 2]
+        rows = ShardedTensor.from_rank_offsets(key, MODEL[key])
+        tensor = as_flat_range(rows)
+        tensor.flattened_range, tensor.data = slice(*ends), value[slice(*ends)]
+        flat.append(tensor)
+    hf.save({"flat": flat}, f"{place}/flat", storage_options=options)
+    hf.save(MODEL, f"{place}/plain", storage_options=options)
+
+
+def expected_at(name: str) -> dict[str, torch.Tensor]:
+    return MODEL if name != "flat" else {key: MODEL[key] for key in ("columns", "experts")}
+
+
+def test_every_layout_of_ranks_gives_the_same_model(tmp_path: Path) -> None:
+    run_ranks(_export, 4, str(tmp_path), {})
+    names = [*LAYOUTS, "stages", "flat", "plain", *(f"{name} later" for name in LAYOUTS)]
+    for name in names:
+        folder = tmp_path / name.replace(" ", "-")
+        assert same(read(folder), expected_at(name)), name
+        index = folder / "model.safetensors.index.json"
+        files = {path.name for path in folder.glob("*.safetensors")}
+        if name in LAYOUTS:
+            listed = json.loads(index.read_text())
+            assert listed["weight_map"].keys() == MODEL.keys()
+            assert set(listed["weight_map"].values()) == files
+            assert listed["metadata"]["total_size"] == sum(t.nbytes for t in MODEL.values())
+        else:
+            assert files == {"model.safetensors"}
+            assert not index.exists()
+    assert len(os.listdir(tmp_path)) == len(names)
+
+
+def test_the_same_in_a_bucket(s3_server: S3Server, tmp_path: Path) -> None:
+    place = Location.of(f"s3://{s3_server.new_bucket()}/models", s3_server.storage_options)
+    run_ranks(_export, 4, place.url, s3_server.storage_options)
+    for name in [*LAYOUTS, "stages", "flat", "plain"]:
+        folder = place.child(name.replace(" ", "-"))
+        (tmp_path / name).mkdir()
+        for file in folder.listing():
+            (tmp_path / name / file).write_bytes(folder.read(file))
+        assert same(read(tmp_path / name), expected_at(name)), name
+        assert ".shardstore-uploads.json" not in folder.listing()
+
+
+# -- what one rank says ----------------------------------------------------------------------------
+
+
+def _differ(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
+    half = MODEL["rows"][:18]
+    cut = (37, 16), (19 * rank, 0)
+    shard = ShardedTensor("w", half, half.dtype, tuple(half.shape), *cut, None)
+    overlap = ShardedTensor("w", half, half.dtype, tuple(half.shape), (37, 16), (17, 0), None)
+    outside = ShardedTensor("w", half, half.dtype, tuple(half.shape), (37, 16), (20, 0), None)
+    tries: dict[str, Any] = {
+        "gap": lambda: hf.save({"w": shard}, f"{folder}/m"),
+        "overlap": lambda: hf.save({"w": overlap if rank else shard}, f"{folder}/m"),
+        "outside": lambda: hf.save({"w": outside}, f"{folder}/m"),
+        "shape": lambda: hf.save({"w": torch.ones(2 + rank)}, f"{folder}/m"),
+        "place": lambda: hf.save(MODEL, f"{folder}/m{rank}"),
+        "dtype": lambda: hf.save(MODEL, f"{folder}/m", [None, torch.bfloat16][rank]),
+        "argument": lambda: hf.save(MODEL, f"{folder}/m", file_bytes=[10, 0][rank]),
+        "file": lambda: hf.save(MODEL, f"{folder}/m", files=[f"{folder}/missing.json"]),
+        "names": lambda: hf.save(MODEL, f"{folder}/m", names=lambda _: "one"),
+        "later": lambda: hf.async_save({"w": shard}, f"{folder}/m"),
+    }
+    return [(type(error := raised(call)).__name__, str(error)) for call in tries.values()]
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: Path) -> None:
+    first, second = run_ranks(_differ, 2, str(tmp_path))
+    kinds = [AccessPatternError] * 6 + [RanksError, RanksError, KeyNameError, AccessPatternError]
+    texts = (
+        "at offset (18, 0) of shape (1, 16) is on no rank",
+        "is in different shards of ranks [0, 1]", "reaches outside the global shape (37, 16)",
+        "(2,), torch.float32 on rank 0 and of (3,), torch.float32 on rank 1", "/m1", "bfloat16",
+        "file_bytes=0", "missing.json", "would both have the name 'one'", "is on no rank",
+    )  # fmt: skip
+    for number, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
+        for rank in (first, second):
+            assert text in rank[number][1], rank[number]
+        assert kind.__name__ in (first[number][0], second[number][0])
+    assert remains(tmp_path) == []
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+def test_names_data_types_files_and_tied_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weight, count = whole(1, 5, 4), torch.ones(3).int()
+    model = {"embed": weight, "head": weight, "half": weight.half(), "count": count}
+    state = {"model": model, "rope": whole(2, 3), "step": 7}
+    hf.save(
+        state,
+        tmp_path / "m",
+        torch.bfloat16,
+        names=lambda key: None if key == "rope" else key.removeprefix("model."),
+        files=[tmp_path / "config.json"],
+    )
+    expected = {"embed": weight.bfloat16(), "half": weight.bfloat16(), "count": count}
+    assert same(read(tmp_path / "m"), expected)
+    assert sorted(os.listdir(tmp_path / "m")) == ["config.json", "model.safetensors"]
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head": "embed"}
+    hf.save(state, tmp_path / "n", names={"rope": "r"}, files={"a.txt": "text", "b": b"\0"})
+    assert "r" in read(tmp_path / "n")
+    assert (tmp_path / "n" / "a.txt").read_text() == "text"
+
+
+def test_a_model_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
+    hf.save(MODEL, tmp_path / "m", file_bytes=1000, files={"config.json": "old"})
+    (tmp_path / "m" / "README.md").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        hf.save(MODEL, tmp_path / "m")
+    hf.save({"w": torch.ones(2)}, tmp_path / "m", overwrite=True, files={"config.json": "new"})
+    assert sorted(os.listdir(tmp_path / "m")) == ["README.md", "config.json", "model.safetensors"]
+    assert (tmp_path / "m" / "config.json").read_text() == "new"
+    assert (tmp_path / "m" / "README.md").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_a_model_in_a_store_is_replaced(s3_server: S3Server) -> None:
+    options = s3_server.storage_options
+    for url in (f"s3://{s3_server.new_bucket()}/m", "memory://hf-replaced/m"):
+        hf.save(MODEL, url, file_bytes=1000, storage_options=options, files={"config.json": "old"})
+        with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+            hf.save(MODEL, url, storage_options=options)
+        hf.save({"w": torch.ones(2)}, url, overwrite=True, storage_options=options)
+        assert Location.of(url, options).listing() == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"dtype": torch.int8}, "dtype=torch.int8 must be one of"),
+        ({"names": 3}, "names=3 must be a mapping"),
+        ({"names": {"w": ""}}, "the name ''"),
+        ({"files": "config.json"}, "a list of paths"),
+        ({"files": {"../x": ""}}, "'../x'"),
+        ({"files": {"a.safetensors": ""}}, "'a.safetensors'"),
+        ({"overwrite": 1}, "overwrite=1"),
+        ({"place": "x.safetensors"}, "the name of a file"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+    place = tmp_path / arguments.pop("place", "m")
+    with pytest.raises(ArgumentError, match=text.replace("(", r"\(")):
+        hf.save({"w": torch.ones(2)}, place, **arguments)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_header_that_no_reader_takes_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstore.hf.files.MAX_HEADER_BYTES", 20_000)
+    with pytest.raises(ArgumentError, match="more than the 20000"):
+        hf.save({f"tensor {n}": torch.ones(1) for n in range(500)}, tmp_path / "m")
+    assert os.listdir(tmp_path) == []
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
+    """A shape, and where each axis is cut."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
+    return shape, [sorted({0, n, *draw(st.sets(st.integers(0, n), max_size=3))}) for n in shape]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tensors=st.lists(cuts(), min_size=1, max_size=4),
+    ranks=st.integers(1, 5),
+    copies=st.integers(1, 2),
+    part_bytes=st.one_of(st.none(), st.integers(7, 200)),
+    least=st.sampled_from([1, 16, 10**6]),
+    file_bytes=st.sampled_from([50, 10**6]),
+    data=st.data(),
+)
+def test_blocks_tile_the_files_and_pieces_their_blocks(
+    tensors: list[Any],
+    ranks: int,
+    copies: int,
+    part_bytes: int | None,
+    least: int,
+    file_bytes: int,
+    data: st.DataObject,
+) -> None:
+    members = [10 + n for n in range(ranks)]
+    held: dict[int, list[ShardedTensor]] = {rank: [] for rank in members}
+    dtypes = [torch.float32, torch.uint8, torch.bfloat16]
+    for number, (shape, edges) in enumerate(tensors):
+        dtype = dtypes[number % 3]
+        for index in (
+            torch.cartesian_prod(*[torch.arange(len(e) - 1) for e in edges])
+            .reshape(-1, len(shape))
+            .tolist()
+            if shape
+            else [[]]
+        ):
+            low = tuple(e[i] for e, i in zip(edges, index, strict=True))
+            size = tuple(e[i + 1] - e[i] for e, i in zip(edges, index, strict=True))
+            for rank in data.draw(st.permutations(members))[:copies]:
+                shard = ShardedTensor(f"t{number}", None, dtype, size, shape, low, None)
+                held[rank].append(shard)
+    reports = [report_shards(shards) for shards in held.values()]
+    arrays, holders = blocks.held_by(reports, members)
+    layout = FileLayout.of(arrays, file_bytes, {}, SINGLE_NAME)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "MIN_RUN_BYTES", least)
+        patch.setattr(blocks, "BLOCK_BYTES", 64)
+        plan = blocks.plan_blocks(layout, arrays, holders, members, part_bytes)
+    written = {name: bytearray(size) for name, size in layout.sizes.items()}
+    for block in plan:
+        for n in range(block.start, block.stop):
+            written[block.name][n] += 1
+        _check(block, layout, {meta.key: meta for meta in arrays}, holders)
+    for name, counts in written.items():
+        begins = 0 if part_bytes else len(layout.heads[name])
+        assert set(counts[begins:]) <= {1}
+        assert set(counts[:begins]) <= {0}
+
+
+def _check(block: blocks.Block, layout: FileLayout, arrays: Any, holders: Any) -> None:
+    """Each byte of the block, besides the header, comes from one piece of a rank that holds it."""
+    found = bytearray(block.size + 32)
+    for piece in block.pieces:
+        size = {"float32": 4, "uint8": 1, "bfloat16": 2}[arrays[piece.key].dtype]
+        assert piece.rank in holders[piece.key][piece.held]
+        assert piece.held.intersect(piece.box) == piece.whole.intersect(piece.box) == piece.box
+        inner = piece.box.relative_to(piece.whole.offset)
+        mask = torch.zeros(piece.whole.shape, dtype=torch.bool)
+        mask[inner.slices] = True
+        for element in mask.reshape(-1).nonzero().reshape(-1).tolist():
+            for byte in range(size):
+                at = 16 + piece.start + element * size + byte
+                found[at] += 1
+        name, start = layout.places[piece.key]
+        strides = [
+            math.prod(arrays[piece.key].shape[axis + 1 :]) for axis in range(len(mask.shape))
+        ]
+        first = sum(o * s for o, s in zip(piece.whole.offset, strides, strict=True))
+        assert (name, start + first * size) == (block.name, block.start + piece.start)
+    head = max(0, min(block.size, len(layout.heads[block.name]) - block.start))
+    assert set(found[16 + head : 16 + block.size]) <= {1}
+    assert set(found[16 : 16 + head]) <= {0}
+
+
+def test_replicas_divide_the_writing() -> None:
+    tensor = ShardedTensor("w", None, torch.float32, (4096, 4096), (4096, 4096), (0, 0), (1, 1))
+    arrays, holders = blocks.held_by([report_shards([tensor])] * 4, range(4))
+    layout = FileLayout.of(arrays, 2**40, {}, SINGLE_NAME)
+    plan = blocks.plan_blocks(layout, arrays, holders, range(4), None)
+    assert sorted(block.owner for block in plan) == [0, 1, 2, 3]
+    assert holders["w"] == {Box((0, 0), (4096, 4096)): [0, 1, 2, 3]}
