@@ -313,8 +313,7 @@ def _begin(
         ]
         return pickle.dumps((said, report_shards(described), tied(tensors)))
 
-    def agreed(told: Sequence[tuple[Any, bytes, dict[str, str]]], target: Location) -> Export:
-        reports, ties = [shards for _, shards, _ in told], united(one for *_, one in told)
+    def agreed(reports: Sequence[bytes], ties: dict[str, str], target: Location) -> Export:
         arrays, holders = held_by(reports, ranks.members)
         arrays = [meta for meta in arrays if meta.key not in ties]
         layout = FileLayout.of(arrays, arguments.file_bytes, ties, SINGLE_NAME)
@@ -333,12 +332,10 @@ def _begin(
                     f"but rank {rank} to {said}; give every rank the same",
                     rank=rank,
                 )
-        target = Location.of(arguments.place, storage_options)
-        export = agreed(told, target)
+        joined, ties = join_reports(shards for _, shards, _ in told), united(t for *_, t in told)
+        export = agreed([joined], ties, Location.of(arguments.place, storage_options))
         begun.append(export)
-        state = export.place.begin(export.layout)
-        joined = join_reports([shards for _, shards, _ in told])
-        return pickle.dumps((joined, united(ties for *_, ties in told), state))
+        return pickle.dumps((joined, ties, export.place.begin(export.layout)))
 
     what = f"exporting to {shown(arguments.place)}"
     try:
@@ -348,7 +345,7 @@ def _begin(
             export.abandon()
         raise
     joined, ties, state = pickle.loads(answer)
-    export = begun[0] if begun else agreed([(None, joined, ties)], target)
+    export = begun[0] if begun else agreed([joined], ties, target)
     try:
         export.place.join(state)
         wanted = export.pieces

@@ -96,6 +96,9 @@ def _export(rank: int, world_size: int, place: str, options: dict[str, Any]) -> 
         target = f"{place}/{name.replace(' ', '-')}"
         hf.save(state, target, file_bytes=3000, storage_options=options)
         hf.async_save(state, f"{target}-later", storage_options=options).result()
+    tied = sharded(init_device_mesh("cpu", (4,)), (0,))
+    tied["head"], tied["none"] = tied["embed"], tied["columns"]
+    hf.save(tied, f"{place}/tied", file_bytes=3000, storage_options=options)
     parts = {key: value for n, (key, value) in enumerate(MODEL.items()) if n % 4 == rank}
     hf.save(parts, f"{place}/stages", storage_options=options)
     flat = []
@@ -111,12 +114,14 @@ def _export(rank: int, world_size: int, place: str, options: dict[str, Any]) -> 
 
 
 def expected_at(name: str) -> dict[str, torch.Tensor]:
+    if name == "tied":
+        return {key: value for key, value in MODEL.items() if key != "none"}
     return MODEL if name != "flat" else {key: MODEL[key] for key in ("columns", "experts")}
 
 
 def test_every_layout_of_ranks_gives_the_same_model(tmp_path: Path) -> None:
     run_ranks(_export, 4, str(tmp_path), {})
-    names = [*LAYOUTS, "stages", "flat", "plain", *(f"{name} later" for name in LAYOUTS)]
+    names = [*LAYOUTS, "tied", "stages", "flat", "plain", *(f"{name} later" for name in LAYOUTS)]
     for name in names:
         folder = tmp_path / name.replace(" ", "-")
         assert same(read(folder), expected_at(name)), name
@@ -127,7 +132,7 @@ def test_every_layout_of_ranks_gives_the_same_model(tmp_path: Path) -> None:
             assert listed["weight_map"].keys() == MODEL.keys()
             assert set(listed["weight_map"].values()) == files
             assert listed["metadata"]["total_size"] == sum(t.nbytes for t in MODEL.values())
-        else:
+        elif name != "tied":
             assert files == {"model.safetensors"}
             assert not index.exists()
     assert len(os.listdir(tmp_path)) == len(names)
@@ -136,7 +141,7 @@ def test_every_layout_of_ranks_gives_the_same_model(tmp_path: Path) -> None:
 def test_the_same_in_a_bucket(s3_server: S3Server, tmp_path: Path) -> None:
     place = Location.of(f"s3://{s3_server.new_bucket()}/models", s3_server.storage_options)
     run_ranks(_export, 4, place.url, s3_server.storage_options)
-    for name in [*LAYOUTS, "stages", "flat", "plain"]:
+    for name in [*LAYOUTS, "tied", "stages", "flat", "plain"]:
         folder = place.child(name.replace(" ", "-"))
         (tmp_path / name).mkdir()
         for file in folder.listing():

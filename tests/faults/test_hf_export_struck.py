@@ -1,0 +1,161 @@
+"""An export that dies or fails at any moment leaves no model that a reader takes for whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+
+from shardstore import hf
+from shardstore.errors import CheckpointingException
+from shardstore.storage.stores.location import Location
+from testing.s3_proxy import Fault, FaultProxy, Rule
+from testing.s3_servers import S3Server
+from tests.helpers.deaths import dies
+from tests.helpers.rank_server import start
+from tests.helpers.scenarios import files_at_most
+
+INDEX = "model.safetensors.index.json"
+RECORD = ".shardstore-uploads.json"
+
+
+def export(place: str, version: int, options: Any = None, several: bool = True) -> None:
+    """Version 1 has more files than version 2."""
+    state = {f"w{n}": torch.full((10,), float(version)) for n in range(4 - version)}
+    hf.save(
+        state,
+        place,
+        file_bytes=40 if several else 2**30,
+        overwrite=True,
+        durable=False,
+        files={"config.json": str(version)},
+        storage_options=options,
+    )
+
+
+def version_of(place: Location) -> int | None:
+    """The version that a reader finds, every tensor of it; None if there is no model."""
+    names = place.listing()
+    if "config.json" not in names:
+        return None
+    if "model.safetensors" in names:
+        found = load(place.read("model.safetensors"))
+    elif INDEX in names:
+        weight_map = json.loads(place.read(INDEX))["weight_map"]
+        found = {key: load(place.read(file))[key] for key, file in weight_map.items()}
+    else:
+        return None
+    versions = {float(value) for tensor in found.values() for value in tensor}
+    (version,) = versions
+    assert len(found) == 4 - version
+    assert place.read("config.json") == str(int(version)).encode()
+    return int(version)
+
+
+def _every_death(folder: str, several: bool) -> None:
+    place = Path(folder, "models", "m")
+    for moment in range(10_000):
+        shutil.rmtree(place.parent, ignore_errors=True)
+        place.parent.mkdir()
+        export(str(place), 1)
+        (place / "README.md").write_text("mine")
+        died = dies(lambda: export(str(place), 2, several=several), moment, str(place.parent))
+        found = version_of(Location.of(place))
+        assert found in ((1, 2) if died else (2,)), moment
+        export(str(place), 2, several=several)
+        assert version_of(Location.of(place)) == 2
+        weights = {path.name for path in place.glob("*.safetensors")}
+        assert len(weights) == (2 if several else 1), (moment, weights)
+        assert (place / "README.md").read_text() == "mine", moment
+        assert [path.name for path in place.parent.iterdir()] == ["m"], moment
+        if not died:
+            Path(folder, "moments").write_text(str(moment))
+            return
+
+
+def _reported(folder: str, several: bool) -> None:
+    try:
+        _every_death(folder, several)
+    except BaseException:
+        Path(folder, "errors").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["several files", "one file"])
+def test_a_death_at_any_moment_in_a_folder(tmp_path: Path, several: bool) -> None:
+    (process,) = start([(_reported, (str(tmp_path), several))])
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "errors").read_text()
+    assert int((tmp_path / "moments").read_text()) > 10
+
+
+def _uploads(server: S3Server, bucket: str) -> list[str]:
+    fs = Location.of(f"s3://{bucket}/x", server.storage_options).remote
+    found = fs.call("call_s3", "list_multipart_uploads", Bucket=bucket)
+    return [upload["UploadId"] for upload in found.get("Uploads") or []]
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["several files", "one file"])
+def test_a_failure_at_any_request(s3_server: S3Server, several: bool) -> None:
+    """The store refuses everything from a request on, as it does for a process that is gone."""
+    bucket = s3_server.new_bucket()
+    place = Location.of(f"s3://{bucket}/m", s3_server.storage_options)
+    fs = place.remote
+    theirs = fs.call("call_s3", "create_multipart_upload", Bucket=bucket, Key="m/theirs")
+    known: set[str] = set()
+    orphans = 0
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        for moment in range(10_000):
+            export(place.url, 1, s3_server.storage_options)
+            proxy.rules[:] = [Rule(fault=Fault.DENIED, skip=moment, count=None)]
+            try:
+                export(place.url, 2, options, several)
+                failed = False
+            except CheckpointingException:
+                failed = True
+            refused = proxy.rules[0].hits > 0
+            proxy.rules.clear()
+            found = version_of(place)
+            assert found in ((None, 1, 2) if failed else (2,)), moment
+            export(place.url, 2, s3_server.storage_options, several)
+            assert version_of(place) == 2
+            names = [name for name in place.listing() if name.endswith(".safetensors")]
+            assert len(names) == (2 if several else 1), (moment, names)
+            assert RECORD not in place.listing()
+            left = {*_uploads(s3_server, bucket)} - {theirs["UploadId"]}
+            orphans += len(left - known)
+            known |= left
+            if not failed and not refused:
+                break
+    assert moment > 8
+    assert theirs["UploadId"] in _uploads(s3_server, bucket)
+    # One upload for each file may have begun when its record could not be written.
+    assert orphans <= (2 if several else 1)
+
+
+@pytest.mark.parametrize("fault", [Fault.DROP_ANSWER, Fault.RESET_BEFORE, Fault.SLOW_DOWN])
+def test_lost_answers_and_busy_stores_do_not_hinder(s3_server: S3Server, fault: Fault) -> None:
+    bucket = s3_server.new_bucket()
+    place = Location.of(f"s3://{bucket}/m", s3_server.storage_options)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        for moment in range(1, 24, 4):
+            proxy.rules[:] = [Rule(fault=fault, skip=moment)]
+            export(place.url, 1, options)
+            assert version_of(place) == 1
+
+
+def test_a_full_disk_leaves_the_old_model(tmp_path: Path) -> None:
+    export(str(tmp_path / "m"), 1)
+    with pytest.raises(CheckpointingException, match="m"), files_at_most(50):
+        export(str(tmp_path / "m"), 2)
+    assert version_of(Location.of(tmp_path / "m")) == 1
+    assert load_file(tmp_path / "m" / "model-00001-of-00003.safetensors").keys() == {"w0"}
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]

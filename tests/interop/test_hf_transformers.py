@@ -1,0 +1,17 @@
+"""Models go to transformers and come from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.trainers import run
+
+
+@pytest.mark.long
+def test_transformers_loads_what_fsdp2_and_tensor_parallelism_trained(
+    python: Path, tmp_path: Path
+) -> None:
+    assert "equal logits" in run(python, "hf_export.py", tmp_path, ranks=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["later", "now"]
