@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardstore.hf.writing import async_save as async_save
+    from shardstore.hf.writing import export as export
     from shardstore.hf.writing import save as save
 
-_WHERE = {"save": "writing", "async_save": "writing"}
+_WHERE = dict.fromkeys(("save", "async_save", "export"), "writing")
 """Public name -> the module that defines it, which imports torch."""
 __all__ = sorted(_WHERE)
 

@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -36,14 +36,18 @@ from shardstore.errors import (
 from shardstore.hf.blocks import Block, Piece, held_by, plan_blocks
 from shardstore.hf.files import SINGLE_NAME, FileLayout, is_file_name
 from shardstore.hf.places import Documents, Place, place_for
-from shardstore.loading.plan import held_regions
+from shardstore.inspection import opened
+from shardstore.inspection.opened import OpenCheckpoint
+from shardstore.loading.plan import held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
 from shardstore.saving.plan import plain_tensor
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
+from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.device import behind, on_host, stream_of
 from shardstore.storage.movers.parallel import default_threads, in_rounds
 from shardstore.storage.options import require_bool, require_number
@@ -53,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
 """Key in a state dict -> name in the files."""
+Source: TypeAlias = Callable[[Box], torch.Tensor]
+"""Returns a box of a tensor; several threads call it."""
 FileArgument: TypeAlias = Iterable[str | os.PathLike[str]] | Mapping[str, str | bytes]
 
 FILE_BYTES = 5 * 2**30
@@ -62,6 +68,18 @@ MARGIN = 16
 """Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
 CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Data types that ``dtype=`` casts. Others, such as integers and 8-bit floats, stay as they are."""
+
+
+class ExportKeywords(TypedDict, total=False):
+    """The keywords of :func:`save`."""
+
+    dtype: torch.dtype | None
+    file_bytes: int
+    names: Names
+    files: FileArgument
+    overwrite: bool
+    durable: bool
+    storage_options: Mapping[str, Any] | None
 
 
 def save(
@@ -117,26 +135,21 @@ def save(
         StorageError: the disk or the store failed.
         RanksError: another rank failed, or did not answer in time.
     """
-    arguments = _Arguments(place, dtype, file_bytes, names, files, overwrite, durable)
-    export = _begin(state_dict, arguments, storage_options, Ranks.of(process_group))
-    export.write()
-    export.finish()
+    arguments = _Arguments(
+        place, dtype, file_bytes, names, files, overwrite, durable, storage_options
+    )
+    held = partial(tensors_of, state_dict)
+    _run(_begin(held, memory_of, arguments, Ranks.of(process_group)))
 
 
 def async_save(
     state_dict: StateDict,
     place: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
-    file_bytes: int = FILE_BYTES,
-    names: Names = None,
-    files: FileArgument = (),
     *,
-    overwrite: bool = False,
-    durable: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
     process_group: Any = None,
+    **keywords: Unpack[ExportKeywords],
 ) -> AsyncSave:
-    """Write a model while training continues, see :func:`save` and :func:`shardstore.async_save`.
+    """Write a model while training continues, with the arguments of :func:`save`.
 
     The state may be changed after the call: each rank has copied what it writes to host memory, in
     the data type that it is written in. The call waits for an asynchronous save before it.
@@ -144,25 +157,82 @@ def async_save(
     Returns:
         The handle of the export on this rank. The result has the numbers of tensors and bytes.
     """
-    arguments = _Arguments(place, dtype, file_bytes, names, files, overwrite, durable)
-    ranks = Ranks.of(process_group)
-    return begin_background(lambda: _staged(state_dict, arguments, storage_options, ranks))
+    arguments, ranks = _Arguments(place, **keywords), Ranks.of(process_group)
+
+    def begin() -> Export:
+        export = _begin(partial(tensors_of, state_dict), memory_of, arguments, ranks)
+        export.stage()
+        export.ranks = ranks.over(RANKS_PURPOSE)
+        return export
+
+    return begin_background(begin)
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    place: str | os.PathLike[str],
+    *,
+    checkpoint_options: Mapping[str, Any] | None = None,
+    process_group: Any = None,
+    **keywords: Unpack[ExportKeywords],
+) -> None:
+    """Write the tensors of a checkpoint as a model, with the other arguments of :func:`save`.
+
+    Every rank calls it, or one process alone; the ranks divide the tensors. Each needs a few blocks
+    of 16 MiB. ``names`` chooses the tensors, such as those of the model without the optimizer.
+
+    Args:
+        checkpoint: folder or URL of a checkpoint.
+        place: folder or URL of the model.
+        checkpoint_options: options of the checkpoint's object store, see :func:`shardstore.save`.
+        process_group: the ranks; default: all.
+        **keywords: as for :func:`save`.
+
+    Raises:
+        CheckpointingException: as :func:`save` and :func:`shardstore.open`.
+    """
+    arguments, found = _Arguments(place, **keywords), list[OpenCheckpoint]()
+
+    def held() -> list[ShardedTensor]:
+        found.append(opened.open(Location.of(checkpoint, checkpoint_options)))
+        metas = found[0].metas.values()
+        return [whole_tensor(m.key, m.shape, dtypes.torch_dtype(m.dtype)) for m in metas]
+
+    def read(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
+        box = local_box(tensor)
+        if box.size:
+            yield box, partial(_stored, found[0], found[0].metas[tensor.key])
+
+    _run(_begin(held, read, arguments, Ranks.of(process_group)))
+
+
+def _run(export: Export) -> None:
+    export.write()
+    export.finish()
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    """The arguments of :func:`save` on one rank."""
+    """The arguments of :func:`save` on one rank, except for the ranks and the tensors."""
 
     place: str | os.PathLike[str]
-    dtype: torch.dtype | None
-    file_bytes: int
-    names: Names
-    files: FileArgument
-    overwrite: bool
-    durable: bool
+    dtype: torch.dtype | None = None
+    file_bytes: int = FILE_BYTES
+    names: Names = None
+    files: FileArgument = ()
+    overwrite: bool = False
+    durable: bool = True
+    storage_options: Mapping[str, Any] | None = None
 
-    def check(self) -> None:
-        """Raise :class:`ArgumentError` if one of them is wrong."""
+    def target(self) -> Location:
+        """Return the place, after a check of all arguments.
+
+        Raises:
+            ArgumentError: one of them is wrong.
+        """
+        target = Location.of(self.place, self.storage_options)
+        if is_file_name(target.name):
+            raise target.error(" is the name of a file; give the model's folder", ArgumentError)
         require_bool("overwrite", self.overwrite)
         require_bool("durable", self.durable)
         require_number("file_bytes", self.file_bytes)
@@ -171,6 +241,7 @@ class _Arguments:
             raise ArgumentError(f"dtype={self.dtype!r:.100} must be one of {known}, or None")
         if not (self.names is None or callable(self.names) or isinstance(self.names, Mapping)):
             raise ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
+        return target
 
     def name_of(self, key: str) -> str | None:
         """Return the name of a tensor in the files; ``None``: it is left out."""
@@ -211,7 +282,7 @@ class Export:
         place: writes the files.
         layout: the files.
         blocks: what each rank writes.
-        sources: name and box of a tensor -> its memory on this rank.
+        sources: name and box of a tensor -> what returns parts of it on this rank.
         dtypes: name of a tensor -> data type that it is written in.
         documents: files to add; on the coordinator.
         failure: an error of this rank.
@@ -223,7 +294,7 @@ class Export:
     place: Place
     layout: FileLayout
     blocks: list[Block]
-    sources: dict[tuple[str, Box], torch.Tensor]
+    sources: dict[tuple[str, Box], Source]
     dtypes: Mapping[str, torch.dtype]
     documents: Documents
     failure: BaseException | None = None
@@ -236,6 +307,17 @@ class Export:
         """Name and box of what this rank brings."""
         rank = self.ranks.rank
         return {(p.key, p.held) for block in self.blocks for p in block.pieces if p.rank == rank}
+
+    def stage(self) -> None:
+        """Copy what this rank brings to host memory. An error is kept for :meth:`finish`."""
+        try:
+            for (name, box), source in self.sources.items():
+                part = source(box)
+                with behind(stream_of(part.device)):
+                    copied = part.to(self.dtypes[name]).to("cpu", copy=True).contiguous()
+                self.sources[name, box] = partial(_part, copied, box)
+        except Exception as problem:
+            self.failure = self.failure or problem
 
     def write(self) -> None:
         """Write this rank's blocks, and send and receive the pieces of shared ones. An error is
@@ -286,23 +368,27 @@ class Export:
 
 
 def _begin(
-    state_dict: StateDict,
+    held: Callable[[], Iterable[ShardedTensor]],
+    sources_of: Callable[[ShardedTensor], Iterator[tuple[Box, Source]]],
     arguments: _Arguments,
-    storage_options: Mapping[str, Any] | None,
     ranks: Ranks,
 ) -> Export:
-    """Agree with all ranks on the files. Every rank calls it and waits for all others."""
+    """Agree with all ranks on the files. Every rank calls it and waits for all others.
+
+    Args:
+        held: returns this rank's tensors.
+        sources_of: yields the boxes of a tensor, each with what returns parts of it.
+        arguments: the arguments of this rank.
+        ranks: the ranks.
+    """
     documents: list[tuple[str, bytes]] = []
     begun: list[Export] = []
 
     def prepare() -> tuple[Location, list[tuple[str, ShardedTensor]]]:
-        arguments.check()
-        target = Location.of(arguments.place, storage_options)
-        if is_file_name(target.name):
-            raise target.error(" is the name of a file; give the model's folder", ArgumentError)
+        target = arguments.target()
         if ranks.is_coordinator:
             documents.extend(arguments.documents())
-        return target, named_tensors(state_dict, arguments.name_of)
+        return target, named(held(), arguments.name_of)
 
     def report(prepared: tuple[Location, list[tuple[str, ShardedTensor]]]) -> bytes:
         target, tensors = prepared
@@ -333,12 +419,12 @@ def _begin(
                     rank=rank,
                 )
         joined, ties = join_reports(shards for _, shards, _ in told), united(t for *_, t in told)
-        export = agreed([joined], ties, Location.of(arguments.place, storage_options))
+        export = agreed([joined], ties, arguments.target())
         begun.append(export)
         return pickle.dumps((joined, ties, export.place.begin(export.layout)))
 
-    what = f"exporting to {shown(arguments.place)}"
     try:
+        what = f"exporting to {shown(arguments.place)}"
         (target, tensors), answer = ranks.step(what, prepare, report, decide)
     except BaseException:
         for export in begun:
@@ -350,64 +436,50 @@ def _begin(
         export.place.join(state)
         wanted = export.pieces
         for name, tensor in tensors:
-            export.sources.update(
-                {(name, box): memory for box, memory in regions_of(tensor) if (name, box) in wanted}
-            )
+            for box, source in sources_of(tensor):
+                if (name, box) in wanted:
+                    export.sources[name, box] = source
     except Exception as problem:  # raised in the next step of all ranks
         export.failure = problem
-    return export
-
-
-def _staged(
-    state_dict: StateDict,
-    arguments: _Arguments,
-    storage_options: Mapping[str, Any] | None,
-    ranks: Ranks,
-) -> Export:
-    """Return an export that writes a copy, over connections of its own."""
-    export = _begin(state_dict, arguments, storage_options, ranks)
-    try:
-        for (name, box), memory in export.sources.items():
-            with behind(stream_of(memory.device)):
-                copied = memory.to(export.dtypes[name]).to("cpu", copy=True)
-            export.sources[name, box] = copied.contiguous()
-    except Exception as problem:
-        export.failure = export.failure or problem
-    export.ranks = ranks.over(RANKS_PURPOSE)
     return export
 
 
 # -- the tensors of a rank -------------------------------------------------------------------------
 
 
-def named_tensors(
-    state_dict: StateDict, name_of: Callable[[str], str | None]
+def tensors_of(state_dict: StateDict) -> list[ShardedTensor]:
+    """Return the tensors of a state dict."""
+    check_state(state_dict)
+    state = adopt_for_save(state_dict, arrays=True)
+    apply_factories(state)
+    values = list(leaves(state))
+    if left_out := [dotted(path) for path, one in values if not isinstance(one, ShardedTensor)]:
+        text = "%d value(s) are no tensors and are left out of the model: %s"
+        logger.info(text, len(left_out), ", ".join(left_out[:8]))
+    return [value for _, value in values if isinstance(value, ShardedTensor)]
+
+
+def named(
+    tensors: Iterable[ShardedTensor], name_of: Callable[[str], str | None]
 ) -> list[tuple[str, ShardedTensor]]:
-    """Return the tensors of a state dict, each with its name in the files.
+    """Return the tensors of a model, each with its name in the files.
 
     Raises:
         KeyNameError: two tensors have one name.
     """
-    check_state(state_dict)
-    state = adopt_for_save(state_dict, arrays=True)
-    apply_factories(state)
     keys: dict[str, str] = {}
-    tensors, left_out = [], []
-    for path, value in leaves(state):
-        if not isinstance(value, ShardedTensor):
-            left_out.append(dotted(path))
-        elif (name := name_of(value.key)) is not None:
-            if keys.setdefault(name, value.key) != value.key:
-                raise KeyNameError(
-                    f"keys {keys[name]!r} and {value.key!r} would both have the name {name!r}; "
-                    "change names",
-                    key=value.key,
-                )
-            tensors.append((name, value))
-    if left_out:
-        text = "%d value(s) are no tensors and are left out of the model: %s"
-        logger.info(text, len(left_out), ", ".join(left_out[:8]))
-    return tensors
+    found = []
+    for tensor in tensors:
+        if (name := name_of(tensor.key)) is None:
+            continue
+        if keys.setdefault(name, tensor.key) != tensor.key:
+            raise KeyNameError(
+                f"keys {keys[name]!r} and {tensor.key!r} would both have the name {name!r}; "
+                "change names",
+                key=tensor.key,
+            )
+        found.append((name, tensor))
+    return found
 
 
 def written_as(tensor: ShardedTensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -415,8 +487,9 @@ def written_as(tensor: ShardedTensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or tensor.dtype not in CAST_FROM else dtype
 
 
-def regions_of(tensor: ShardedTensor) -> Iterable[tuple[Box, torch.Tensor]]:
-    """Yield the boxes of the global tensor that a shard consists of, each with its memory.
+def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
+    """Yield the boxes of the global tensor that a shard consists of, each with what returns parts
+    of its memory.
 
     Raises:
         ArgumentError: it has no data, or its memory was freed.
@@ -428,7 +501,18 @@ def regions_of(tensor: ShardedTensor) -> Iterable[tuple[Box, torch.Tensor]]:
     dtypes.require_memory(data)
     for box, memory in held_regions(tensor, local_box(tensor), data):
         if box.size:
-            yield box, memory
+            yield box, partial(_part, memory, box)
+
+
+def _part(memory: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
+    where: tuple[Any, ...] = (..., *box.relative_to(held.offset).slices)
+    return memory[where]
+
+
+def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tensor:
+    out = np.empty(box.shape, dtypes.numpy_dtype(meta.dtype))
+    checkpoint.read([RegionRead(meta, box, out)])
+    return dtypes.as_tensor(out)
 
 
 def tied(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, str]:
@@ -523,9 +607,7 @@ def _of_one(export: Export, block: Block) -> NDArray[np.uint8]:
 
 def _fetched(export: Export, piece: Piece) -> NDArray[np.uint8]:
     """Return the bytes of a piece of this rank, in C order and the written data type."""
-    memory = export.sources[piece.key, piece.held]
-    where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.held.offset).slices)
-    part = memory[where]
+    part = export.sources[piece.key, piece.held](piece.box)
     found = on_host(part.to(export.dtypes[piece.key]), stream_of(part.device))
     return as_bytes(np.ascontiguousarray(found))
 

@@ -19,6 +19,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal, Unpack
 
+from shardstore import hf
 from shardstore.async_handle import AsyncSave, async_save
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import first_of, group_rank
@@ -28,6 +29,7 @@ from shardstore.errors import (
     DamagedCheckpointError,
     NotACheckpointError,
 )
+from shardstore.hf.writing import ExportKeywords
 from shardstore.inspection.verify import Finding, verify
 from shardstore.loading.run import SHOWN, causes
 from shardstore.manager.schedule import (
@@ -547,6 +549,23 @@ class CheckpointManager:
             there = {number: info for number, info in infos.items() if number not in damaged}
             steps.warn_of_later(there, chosen)
         return Restored(chosen, loaded, place.url, tuple(damaged))
+
+    def export(
+        self, step: int, place: str | os.PathLike[str], **keywords: Unpack[ExportKeywords]
+    ) -> None:
+        """Write the tensors of a step as a model in Hugging Face's format, see
+        :func:`shardstore.hf.export`. Every rank calls it, after the saves that it has begun.
+
+        Args:
+            step: a committed step.
+            place: folder or URL of the model.
+            **keywords: as for :func:`shardstore.hf.save`; ``storage_options`` are by default those
+                of the manager.
+        """
+        self.wait()
+        options = self.root.options
+        keywords.setdefault("storage_options", options)
+        hf.export(self.url(step), place, checkpoint_options=options, **keywords)
 
     # -- the background --------------------------------------------------------------------------
 

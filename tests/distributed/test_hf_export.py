@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardstore import ShardedTensor, hf
+import shardstore
+from shardstore import CheckpointManager, ShardedTensor, hf
 from shardstore.coverage import as_flat_range, report_shards
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
     CheckpointExistsError,
+    ChunkCorruptError,
     KeyNameError,
     RanksError,
 )
@@ -148,6 +152,61 @@ def test_the_same_in_a_bucket(s3_server: S3Server, tmp_path: Path) -> None:
             (tmp_path / name / file).write_bytes(folder.read(file))
         assert same(read(tmp_path / name), expected_at(name)), name
         assert ".shardstore-uploads.json" not in folder.listing()
+
+
+# -- from a checkpoint -----------------------------------------------------------------------------
+
+
+def model_names(key: str) -> str | None:
+    return key.removeprefix("model.") if key.startswith("model.") else None
+
+
+def _export_steps(rank: int, world_size: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"model": sharded(mesh, (0,)), "optim": sharded(mesh, (1,)), "step": 3}
+    with CheckpointManager(f"{folder}/run") as manager:
+        manager.async_save(3, state)
+        manager.export(3, f"{folder}/model", names=model_names, file_bytes=3000)
+        manager.export(3, f"{folder}/half", names=model_names, dtype=torch.bfloat16)
+
+
+def test_a_step_of_a_manager_is_exported(tmp_path: Path) -> None:
+    run_ranks(_export_steps, 3, str(tmp_path))
+    assert same(read(tmp_path / "model"), MODEL)
+    floats = {key: v.bfloat16() if v.is_floating_point() else v for key, v in MODEL.items()}
+    assert same(read(tmp_path / "half"), floats)
+    step = CheckpointManager(tmp_path / "run").url(3)
+    hf.export(step, tmp_path / "one", names=model_names)
+    assert same(read(tmp_path / "one"), MODEL)
+
+
+def test_one_process_exports_more_than_its_memory(tmp_path: Path) -> None:
+    """A gigabyte in tensors of 64 MiB takes a fraction of it."""
+    state = {f"w{n}": torch.full((2**26,), n, dtype=torch.uint8) for n in range(16)}
+    shardstore.save(shardstore.shard(state), tmp_path / "c")
+    del state
+    program = (
+        "import sys, resource; from shardstore import hf\n"
+        "import shardstore.hf.writing\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "hf.export(*sys.argv[1:], durable=False)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "c"), str(tmp_path / "m")]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert grown < 300 * 1024
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        assert all(bool((file.get_tensor(f"w{n}") == n).all()) for n in range(16))
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    shardstore.save(shardstore.shard(MODEL), tmp_path / "c")
+    files = [path for path in (tmp_path / "c" / "rows").rglob("*") if path.is_file()]
+    (chunk,) = (path for path in files if path.suffix != ".json")
+    chunk.write_bytes(chunk.read_bytes()[:-5] + b"12345")
+    with pytest.raises(ChunkCorruptError, match="'rows'"):
+        hf.export(tmp_path / "c", tmp_path / "m")
+    assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
 # -- what one rank says ----------------------------------------------------------------------------
