@@ -126,10 +126,11 @@ class FolderPlace:
                 data, start = data[written:], start + written
 
     def finish(self) -> str:
-        """Close the files, and wait until they are on the disk."""
+        """Wait until what this rank wrote is on the disk, and close the files."""
+        with store_errors("writing", self._attempt.location.url):
+            for file in self._files.values() if self._options.durable else ():
+                os.fsync(file)
         self._close()
-        if self._options.durable:
-            self._attempt.flush()
         return ""
 
     def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
