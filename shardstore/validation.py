@@ -217,8 +217,9 @@ def _on_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return value
     value = value.detach().cpu()
-    # torch cannot unpickle float8 tensors outside of its own archives.
-    return value.view(torch.uint8) if str(value.dtype).startswith("torch.float8") else value
+    # torch cannot unpickle these tensors outside of its own archives.
+    is_short = str(value.dtype).startswith(("torch.float8", "torch.float4"))
+    return value.view(torch.uint8) if is_short else value
 
 
 def pickled(common: StateDict) -> bytes:

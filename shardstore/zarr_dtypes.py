@@ -1,4 +1,5 @@
-"""Data types that zarr-python lacks: bfloat16 and the 8-bit floats of ``ml_dtypes``.
+"""Data types that zarr-python lacks: bfloat16 and the 8-bit floats of ``ml_dtypes``, and torch's
+``float4_e2m1fn_x2``.
 
 Importing this module registers the data types, so that plain zarr opens and creates arrays of them
 in both Zarr formats. A second import changes nothing. The module imports neither torch nor
@@ -23,6 +24,8 @@ Values are stored bit for bit, including NaN payloads. Other libraries have thes
   compressor work. It reads arrays that other programs compressed with Blosc.
 - TensorStore 0.1 misreads a *fill value* of ``float8_e8m0fnu`` that is a number. In Zarr v3 it is
   therefore written as a hexadecimal string, which all readers interpret in the same way.
+- ``float4_e2m1fn_x2`` is not registered, and other programs refuse it. Give zarr its name to create
+  an array, because for zarr its NumPy type is any structured type too.
 """
 
 from __future__ import annotations
@@ -51,23 +54,23 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
     """Base of these data types.
 
     Args:
-        scalar: scalar type of a subclass.
+        scalar: scalar type of a subclass, or its fields.
         numbers_agree: whether every reader converts a fill value given as a number to the same
             bits.
     """
 
-    _scalar: ClassVar[type[np.generic]]
+    _native: ClassVar[np.dtype[Any]]
     _numbers_agree: ClassVar[bool]
 
-    def __init_subclass__(cls, scalar: type[np.generic], numbers_agree: bool = True) -> None:
-        cls._scalar, cls._numbers_agree = scalar, numbers_agree
-        cls.dtype_cls = type(np.dtype(scalar))
-        cls._zarr_v3_name = scalar.__name__
+    def __init_subclass__(cls, scalar: Any, numbers_agree: bool = True) -> None:
+        cls._native, cls._numbers_agree = np.dtype(scalar), numbers_agree
+        cls.dtype_cls = type(cls._native)
+        (cls._zarr_v3_name,) = cls._native.names or (scalar.__name__,)
 
     @property
     def item_size(self) -> int:
         """Size of one element in bytes."""
-        return np.dtype(self._scalar).itemsize
+        return self._native.itemsize
 
     @classmethod
     def from_native_dtype(cls, dtype: TBaseDType) -> Self:
@@ -84,10 +87,9 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     def to_native_dtype(self) -> np.dtype[Any]:
         """Return the NumPy data type of ``ml_dtypes``, in this byte order."""
-        native: np.dtype[Any] = np.dtype(self._scalar)
         # newbyteorder() would make another object than the dtype of ml_dtypes.
         is_native = getattr(self, "endianness", sys.byteorder) == sys.byteorder
-        return native if is_native else native.newbyteorder()
+        return self._native if is_native else self._native.newbyteorder()
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
@@ -133,7 +135,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
             data = data[()]
         if isinstance(data, str):
             data = self._from_text(data)
-        if type(data) is self._scalar:
+        if isinstance(data, np.generic) and data.dtype == self._native:
             return data
         if not self._check_scalar(data):
             raise TypeError(
@@ -144,7 +146,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         if number == 0 and math.copysign(1, number) > 0:
             return self._from_bits(0)
         number = math.nan if math.isnan(number) else number  # one NaN, whatever its sign
-        scalar: np.generic = np.dtype(self._scalar).type(number)
+        scalar: np.generic = self._native.type(number)
         return scalar
 
     def default_scalar(self) -> np.generic:
@@ -187,15 +189,17 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return 0.0 if bits == 0 else number
 
     def _from_bits(self, bits: int) -> np.generic:
-        scalar: np.generic = np.array([bits], f"u{self.item_size}").view(self._scalar)[0]
+        # Over bytes, because zarr hashes fill values and writable structured scalars have no hash.
+        element = bits.to_bytes(self.item_size, sys.byteorder)
+        scalar: np.generic = np.frombuffer(element, self._native)[0]
         return scalar
 
     def _bits(self, scalar: np.generic) -> int:
-        return int(np.array([scalar], self._scalar).view(f"u{self.item_size}")[0])
+        return int(np.array([scalar], self._native).view(f"u{self.item_size}")[0])
 
     def _from_text(self, text: str, zarr_format: ZarrFormat = 3) -> float | np.generic:
         digits = 2 * self.item_size
-        has_infinity = math.isinf(np.dtype(self._scalar).type(math.inf))
+        has_infinity = math.isinf(self._native.type(math.inf))
         if text == "NaN" or (text in ("Infinity", "-Infinity") and has_infinity):
             return float(text)
         # TensorStore reads "0x7f" in Zarr v2 as the number 127.
@@ -234,6 +238,35 @@ class Float8E8M0FNU(_MLFloat, scalar=ml_dtypes.float8_e8m0fnu, numbers_agree=Fal
 
     The fill value 0, the default of TensorStore, means the bits 0x00, as in TensorStore.
     """
+
+
+class Float4E2M1FNX2(_MLFloat, scalar=[("float4_e2m1fn_x2", "u1")]):
+    """``float4_e2m1fn_x2``: two 4-bit floats in a byte, as torch stores them; the first one has the
+    lower bits. Values are the bytes, in a NumPy type with one field of this name.
+
+    Fill values are hexadecimal strings, such as ``"0x00"``, in both Zarr formats.
+    """
+
+    @classmethod
+    def _check_native_dtype(cls, dtype: TBaseDType) -> TypeGuard[np.dtype[Any]]:
+        return dtype == cls._native
+
+    def _check_scalar(self, data: object) -> TypeGuard[str | float | np.generic]:
+        return False
+
+    def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> str:
+        """Return the form of a fill value in array metadata.
+
+        Raises:
+            TypeError: the value is neither a byte of this type nor a string.
+            ValueError: it is another string.
+        """
+        return f"0x{self._bits(self.cast_scalar(data)):02x}"
+
+    def _from_text(self, text: str, zarr_format: ZarrFormat = 3) -> np.generic:
+        if re.fullmatch("0x[0-9a-fA-F]{2}", text):
+            return self._from_bits(int(text, 16))
+        raise ValueError(f'{text!r} is not a {self._zarr_v3_name} value, such as "0x7f"')
 
 
 DATA_TYPES: tuple[type[_MLFloat], ...] = tuple(_MLFloat.__subclasses__())

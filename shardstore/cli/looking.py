@@ -20,6 +20,7 @@ from shardstore.inspection import opened
 from shardstore.inspection.opened import array_bytes, counted, human_bytes
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import node_type
+from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 
@@ -249,8 +250,7 @@ def show(
         if len(ranges[0]) > 2 * EDGE + 1:  # only the ends of each axis are printed and read
             ranges[:] = ranges[0][: EDGE + 1], ranges[0][-EDGE:]
     values = array.select(chosen)
-    if values.dtype.isbuiltin != 1:  # NumPy cannot print it; float32 holds the values exactly
-        values = values.astype(np.float32)
+    values = dtypes.numbers(values)
     if as_json:
         if values.dtype.kind == "c":
             values = np.stack([values.real, values.imag], axis=-1)

@@ -14,12 +14,14 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from shardstore.coverage import find_tiling_fault, shards_of
 from shardstore.errors import AccessPatternError
 from shardstore.hf.files import FileLayout
 from shardstore.loading.plan import moved
 from shardstore.mapping import ShardedTensor, flat_bounds, is_within, local_box
+from shardstore.saving.plan import stored_name
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
@@ -133,7 +135,7 @@ def held_by(
                 key=key,
                 rank=who[0] if who else None,
             )
-        name = dtypes.zarr_name(first.dtype)
+        name = stored_name(key, first.dtype, torch.strided)
         arrays.append(array_of_one_chunk(key, first.global_shape, name))
         holders[key] = boxes
     return arrays, holders

@@ -34,9 +34,13 @@ _NAMES = {
     "BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
     "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
     "F16": "float16", "F32": "float32", "F64": "float64", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2", "C64": "complex64",
 }  # fmt: skip
 _CODES = {name: code for code, name in _NAMES.items()}
+_PACKED = "F4"
+"""Type of two numbers in a byte. Shapes in files count numbers, those of torch count bytes."""
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -120,14 +124,18 @@ class WeightFiles:
         if 8 + length + position != size:
             raise damaged(path, f"{size - 8 - length} bytes for tensors of {position}")
         for key, entry in entries.items():
-            if entry.dtype not in _NAMES:
+            shape, is_packed = entry.shape, entry.dtype == _PACKED
+            if entry.dtype not in _NAMES or (is_packed and (not shape or shape[-1] % 2)):
                 raise errors.DTypeMismatchError(
-                    f"key {key!r} of {path} has data type {entry.dtype!r}, which cannot be stored "
-                    f"as a Zarr array; known: {', '.join(_NAMES)}",
+                    f"key {key!r} of {path} has data type {entry.dtype!r} and shape {shape}, which "
+                    f"cannot be stored as a Zarr array; known: {', '.join(_NAMES)} (of {_PACKED}, "
+                    "an even number on the last axis)",
                     key=key,
                     url=path,
                 )
-            array = array_of_one_chunk(key, entry.shape, _NAMES[entry.dtype])
+            if is_packed:
+                shape = (*shape[:-1], shape[-1] // 2)
+            array = array_of_one_chunk(key, shape, _NAMES[entry.dtype])
             start, stop = (8 + length + offset for offset in entry.data_offsets)
             if stop - start != array_bytes(array):
                 raise damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
@@ -270,14 +278,17 @@ class FileLayout:
         header: dict[str, Any] = {METADATA: metadata}
         stop = 0
         for meta in arrays:
-            if meta.dtype not in _CODES:
+            code, shape = _CODES.get(meta.dtype), meta.shape
+            if code is None or (code == _PACKED and not shape):
                 raise errors.DTypeMismatchError(
-                    f"key {meta.key!r} has data type {meta.dtype}, which safetensors lacks; "
-                    "convert it first",
+                    f"key {meta.key!r} has data type {meta.dtype} and shape {shape}, which "
+                    "safetensors lacks; convert it first",
                     key=meta.key,
                 )
+            if code == _PACKED:
+                shape = (*shape[:-1], 2 * shape[-1])
             start, stop = stop, stop + array_bytes(meta)
-            header[meta.key] = _Entry(_CODES[meta.dtype], meta.shape, (start, stop))
+            header[meta.key] = _Entry(code, shape, (start, stop))
         text = msgspec.json.encode(header)
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:

@@ -391,7 +391,8 @@ class StoredArray:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """NumPy data type; bfloat16 and the 8-bit floats are those of ``ml_dtypes``."""
+        """NumPy data type; bfloat16 and the 8-bit floats are those of ``ml_dtypes``.
+        ``float4_e2m1fn_x2`` is a structured type with one field of this name: the bytes."""
         return dtypes.numpy_dtype(self.meta.dtype)
 
     @unlocked_property

@@ -1,8 +1,8 @@
 """Values of stored arrays, read piece by piece: statistics, histograms and differences.
 
 Every value is converted to float64 exactly (bfloat16 and the 8-bit floats included; 64-bit integers
-above 2**53 are rounded). Sums of blocks are sorted before they are added, so that results do not
-depend on the order of the threads.
+above 2**53 are rounded). The two 4-bit floats of a byte count as a complex value. Sums of blocks
+are sorted before they are added, so that results do not depend on the order of the threads.
 
 Chunks whose hashes in the two manifests agree are equal and are not read. All others are compared
 bit by bit, so that 0.0 and -0.0 differ, and a NaN equals itself.
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.opened import OpenCheckpoint, StoredArray, codec_error
 from shardstore.progress import Operation, ProgressArgument, metered
+from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME
 from shardstore.storage.movers.parallel import default_threads, run_batched
@@ -39,6 +40,7 @@ sum and norm of the finite values."""
 
 def as_float64(values: NDArray[Any]) -> NDArray[np.float64]:
     """Return values as float64; the magnitudes of complex values."""
+    values = dtypes.numbers(values)
     if values.dtype.kind == "c":
         return np.abs(values.astype(np.complex128))
     return values.astype(np.float64, copy=False)
@@ -363,7 +365,7 @@ def _deltas(a: NDArray[Any], b: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
         left, right = (part.view(np.uint8).reshape(-1, x.dtype.itemsize) for part in (x, y))
         differ = (left != right).any(axis=1)
         if differ.any():
-            yield _delta(x[differ], y[differ])
+            yield _delta(dtypes.numbers(x[differ]), dtypes.numbers(y[differ]))
 
 
 def _delta(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.float64]:

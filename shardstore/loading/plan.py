@@ -232,7 +232,7 @@ def require_cast(key: str, stored: torch.dtype, asked: torch.dtype, url: str, ca
     """
     names = [str(dtype).removeprefix("torch.") for dtype in (stored, asked)]
     remedy = "cast=True does not allow this cast, because it loses more than precision:"
-    if torch.can_cast(stored, asked):
+    if torch.can_cast(stored, asked) and dtypes.PACKED.isdisjoint(names):
         if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"

@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 logger = getLogger(__name__)
 
 numpy_to_torch_dtype_dict: dict[Any, torch.dtype] = {
-    dtypes.numpy_dtype(name): dtypes.torch_dtype(name) for name in dtypes.names()
+    dtypes.numpy_dtype(name): dtypes.torch_dtype(name)
+    for name in dtypes.names()
+    if hasattr(torch, name)
 }
 torch_to_numpy_dtype_dict = {v: k for k, v in numpy_to_torch_dtype_dict.items()}
 

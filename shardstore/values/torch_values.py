@@ -475,7 +475,8 @@ def _problem(values: Sequence[Any]) -> Exception | None:
             is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
             if is_strided and not value.is_meta:
                 if not dtypes.is_plain(value):
-                    raise TypeError("its elements are not plain memory (dequantize() may help)")
+                    remedy = "dequantize(), or view(torch.uint8) for types below 8 bits, may help"
+                    raise TypeError(f"its elements are not plain memory ({remedy})")
                 dtypes.require_memory(value)
         found = _unpickled(io.BytesIO(dump_bytes(values))) if values else ()
         for one, other in zip(values, found, strict=True):

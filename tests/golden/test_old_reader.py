@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shardstore
+from shardstore import ShardedTensor
 from tests.golden.make_shardstore import write_all
 from tests.helpers.processes import run_to_end
 
@@ -39,6 +42,11 @@ def exact(value):
 
 found = {"file": shardstore.__file__}
 for place in sys.argv[1:]:
+    try:
+        shardstore.load_plain_tensors(place)
+    except shardstore.errors.DTypeMismatchError as error:
+        found[place] = str(error)
+        continue
     found[place] = {
         "tensors": exact(shardstore.load_plain_tensors(place)),
         "objects": sorted(shardstore.load_sharded_metadata(place)),
@@ -83,3 +91,20 @@ def test_the_old_version_reads_what_is_written_now(old: Path, tmp_path: Path) ->
         assert before[place] == now[place]
         assert before[place]["verify"] == 0
         assert before[place]["tensors"]
+
+
+@pytest.mark.parametrize("name", ["float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_the_old_version_refuses_data_types_that_it_lacks(
+    old: Path, tmp_path: Path, name: str
+) -> None:
+    """By name, and not with other values. A reader of one array meets the same error."""
+    tensor = torch.arange(12, dtype=torch.uint8).view(getattr(torch, name))
+    state = {"w": tensor, "other": torch.ones(3)}
+    for number, compression in enumerate([None, "zstd"]):
+        sharded = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in state.items()}
+        shardstore.save(sharded, tmp_path / str(number), compression=compression)
+    places = [str(tmp_path / str(number)) for number in range(2)]
+    for place, text in answers(old, places).items():
+        assert f"data type '{name}' is not one that this version reads" in text, place
+    for answer in answers(ROOT, places).values():
+        assert answer["verify"] == 0

@@ -3,6 +3,10 @@
 The Zarr names are those of the v3 core specification and, for bfloat16 and the 8-bit floats, of the
 zarr-extensions registry ("data-types"). TensorStore receives only names that are listed here,
 because some unknown names make it abort the process.
+
+``float4_e2m1fn_x2`` is torch's name. An element is a byte with two 4-bit floats, the first one in
+the lower bits, and shapes count bytes. Zarr has no such type: its ``float4_e2m1fn`` is one number,
+and its codec ``bytes`` stores each in a byte of its own.
 """
 
 from __future__ import annotations
@@ -26,14 +30,21 @@ _ITEMSIZES = {
     **{f"float{8 * size}": size for size in (2, 4, 8)},
     "bfloat16": 2,
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
     "complex64": 8,
     "complex128": 16,
 }
 """Data types that can be stored, and the size of an element in bytes."""
 _KNOWN = ", ".join(_ITEMSIZES)
 
-_FOREIGN = frozenset(n for n in _ITEMSIZES if n == "bfloat16" or n.startswith("float8"))
+_FOREIGN = frozenset(n for n in _ITEMSIZES if n.startswith(("bfloat16", "float8", "float4")))
 """Types that NumPy lacks. Zarr v2 documents contain their names instead of NumPy type codes."""
+
+PACKED = frozenset({"float4_e2m1fn_x2"})
+"""Types with several numbers in an element. torch does not convert them to others. For NumPy they
+are structured types with one field, which has the same name."""
+_FIELDS = {name: [(name, f"u{_ITEMSIZES[name]}")] for name in PACKED}
+_NAMES = {str(fields): name for name, fields in _FIELDS.items()}
 
 
 def names() -> tuple[str, ...]:
@@ -48,13 +59,14 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     Raises:
         DTypeMismatchError: the type cannot be stored (quantised, sub-byte, or unknown).
     """
-    # torch, NumPy and Zarr use the same names for all these types. The text of a big-endian type of
-    # NumPy is another one.
+    # torch, NumPy and Zarr use the same names for nearly all types. The text of a big-endian type
+    # of NumPy is another one.
     name = str(dtype).removeprefix("torch.")
+    name = _NAMES.get(name, name)
     if name not in _ITEMSIZES:
         raise DTypeMismatchError(
             f"data type {dtype} cannot be stored as a Zarr array; convert the tensor to one of: "
-            f"{_KNOWN}"
+            f"{_KNOWN} (types below 8 bits: view(torch.uint8))"
         )
     return name
 
@@ -70,7 +82,8 @@ def check(name: object, url: str | None = None) -> None:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy data type of a Zarr name; from ml_dtypes for types that NumPy lacks.
+    """Return the NumPy data type of a Zarr name; from ml_dtypes for types that NumPy lacks, and a
+    structured type for :data:`PACKED`.
 
     Raises:
         DTypeMismatchError: this version does not read the data type.
@@ -79,14 +92,21 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     import numpy as np
 
     check(name)
-    return np.dtype(name)
+    return np.dtype(_FIELDS.get(name, name))
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch data type of a Zarr name. Raise errors as :func:`numpy_dtype`."""
+    """Return the torch data type of a Zarr name.
+
+    Raises:
+        DTypeMismatchError: this version, or the installed torch, does not have the data type.
+    """
     import torch
 
     check(name)
+    if not hasattr(torch, name):
+        text = f"torch {torch.__version__} has no data type {name}; install a newer torch"
+        raise DTypeMismatchError(text)
     return cast("torch.dtype", getattr(torch, name))
 
 
@@ -118,6 +138,19 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
             name = found if found in _ITEMSIZES else code
     check(name, url)
     return cast("str", name)
+
+
+def numbers(values: NDArray[Any]) -> NDArray[Any]:
+    """Return values as types of NumPy that hold them exactly: float32 for types that NumPy lacks,
+    and for two numbers in one element a complex number with the first as its real part."""
+    import ml_dtypes
+    import numpy as np
+
+    if values.dtype.names:
+        pair: Any = np.stack([values.view("u1") & 15, values.view("u1") >> 4], axis=-1)
+        pair = pair.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        return cast("NDArray[Any]", pair.view(np.complex64)[..., 0])
+    return values.astype(np.float32) if values.dtype.isbuiltin == 2 else values
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

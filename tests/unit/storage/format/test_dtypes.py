@@ -1,4 +1,4 @@
-"""Data types: all 19 both ways, bit for bit, and views that share memory."""
+"""Data types: all 21 both ways, bit for bit, and views that share memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ TYPES = [
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
     *(torch.complex64, torch.complex128),
 ]
 
@@ -62,6 +63,37 @@ def test_views_share_memory_of_any_strides(dtype: torch.dtype) -> None:
     assert bits(whole) == bytes(len(before))
 
 
+@pytest.mark.parametrize("name", ["float16", "int64", "complex64", "bfloat16", "float8_e8m0fnu"])
+def test_numbers_are_exact(name: str) -> None:
+    values = np.arange(1, 9).reshape(2, 4).astype(dtypes.numpy_dtype(name))
+    found = dtypes.numbers(values)
+    assert found.dtype.isbuiltin == 1
+    assert np.array_equal(found.astype(values.dtype), values)
+
+
+def test_a_byte_of_two_numbers_is_a_complex_number() -> None:
+    whole = np.arange(256, dtype="u1").reshape(16, 16).view(dtypes.numpy_dtype("float4_e2m1fn_x2"))
+    lines = np.arange(16, dtype="u1").view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    for values, high, low in (
+        (whole, lines, lines),
+        (whole.T[2:9, ::3], lines[::3], lines[2:9]),
+        (whole[:0], lines[:0], lines),
+    ):
+        numbers = dtypes.numbers(values)
+        assert numbers.dtype == np.complex64
+        grid = np.meshgrid(low, high, indexing="xy")
+        expected = grid if numbers.shape == grid[0].shape else [part.T for part in grid]
+        assert np.array_equal(numbers.real.view("u4"), expected[0].view("u4"))
+        assert np.array_equal(numbers.imag.view("u4"), expected[1].view("u4"))
+
+
+def test_a_type_that_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "float4_e2m1fn_x2")
+    with pytest.raises(DTypeMismatchError, match="has no data type float4_e2m1fn_x2"):
+        dtypes.torch_dtype("float4_e2m1fn_x2")
+    assert dtypes.itemsize("float4_e2m1fn_x2") == 1
+
+
 def test_parameters_and_lazy_views() -> None:
     parameter = torch.nn.Parameter(torch.arange(4.0))
     assert dtypes.as_numpy(parameter).tolist() == [0, 1, 2, 3]
@@ -87,14 +119,18 @@ def test_strange_v2_codes_are_refused(code: object) -> None:
         dtypes.v2_dtype_name(code)
 
 
-@pytest.mark.parametrize("name", ["r16", "string", "float8_e8m0fnu", "", None, ["float32"], {}])
+@pytest.mark.parametrize("name", ["r16", "string", "float4_e2m1fn", "", None, ["float32"], {}])
 def test_strange_names_are_refused(name: object) -> None:
     with pytest.raises(DTypeMismatchError, match="known: bool"):
         dtypes.numpy_dtype(name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.qint8, torch.complex32, np.dtype(">f4"), np.dtype("O"), ml_dtypes.int4]
+    "dtype",
+    [
+        *(torch.qint8, torch.complex32, torch.int4, torch.uint4),
+        *(np.dtype(">f4"), np.dtype("O"), np.dtype([("float32", "u1")]), ml_dtypes.int4),
+    ],
 )
 def test_what_can_not_be_stored_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(DTypeMismatchError, match="convert"):
