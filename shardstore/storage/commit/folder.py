@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _is_taken(place: Location) -> bool:
+def is_taken(place: Location) -> bool:
     """Return whether a local place has a document that commits a checkpoint, of shardstore or of
     PyTorch DCP. A save replaces such a place only if ``overwrite`` is set."""
     return any(place.exists(name) for name in COMMITS) or has_dcp_metadata(place)
@@ -162,10 +162,10 @@ class FolderAttempt(Attempt):
 
     def _replace(self) -> None:
         source, target = self.location.url, self.target.url
-        if not self.overwrite and _is_taken(self.target):
+        if not self.overwrite and is_taken(self.target):
             raise exists_error(self.target, meanwhile=True)
         _exchange(source, target)
-        if not self.overwrite and _is_taken(self.location):
+        if not self.overwrite and is_taken(self.location):
             # Another process committed between the check and the exchange.
             _exchange(source, target)
             raise exists_error(self.target, meanwhile=True)
@@ -306,7 +306,7 @@ def begin(place: Location, options: SaveOptions) -> FolderAttempt:
             " is the working directory of this process, which the save would replace; save to a "
             "folder below it"
         )
-    if _is_taken(target) and not options.overwrite:
+    if is_taken(target) and not options.overwrite:
         raise exists_error(target)
     for left in leftovers(*os.path.split(target.url)):
         sweep(left)
