@@ -93,7 +93,7 @@ class _Stored(_Strategy):  # type: ignore[misc]
         Ranks.current().step(f"pickling {META} for {place.url}", pickled)
         writer = StorageWriter(place.url, overwrite=True, storage_options=place.options)
         if self._is_asynchronous:
-            self._background.start(tensors, place.url, writer)
+            self._background.start(tensors, place.url, storage_writer=writer)
         else:
             save_dcp(tensors, storage_writer=writer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import threading
@@ -15,9 +16,12 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from shardstore.async_handle import exit_with_error
+from shardstore.storage.commit.folder import is_taken
+from shardstore.storage.stores.location import Location
+
+logger = logging.getLogger(__name__)
 
 
 class Background:
@@ -29,6 +33,11 @@ class Background:
     the deletion of a folder by ``shutil.rmtree``, which is how trainers delete older checkpoints,
     and the end of the process group.
 
+    There, ``shutil.rmtree`` keeps the last checkpoint that the process saved or loaded, because
+    some trainers delete it before they save the next one. A checkpoint is a folder that DCP saves
+    to, or one that directly holds such folders (model and optimizer). It is deleted when the
+    program deletes a checkpoint again and a later one beside it has the same parts.
+
     The first save makes a process group of gloo for the messages of the saves, so that they do not
     mix with those of the program; every rank waits for it.
     """
@@ -37,6 +46,8 @@ class Background:
         self._save: tuple[Future[Any], str] | None = None
         self._groups: dict[Any, Any] = {}
         self._process = 0
+        self._used: list[str] = []  # places of saves and loads, the last one last
+        self._put_off: set[str] = set()
         atexit.register(self._at_exit)
 
     def finish(self) -> None:
@@ -57,30 +68,21 @@ class Background:
             if (error := future.exception()) is not None:
                 exit_with_error(place, error)
 
-    def start(
-        self,
-        state_dict: Any,
-        place: str | os.PathLike[str],
-        storage_writer: StorageWriter | None,
-        **given: Any,
-    ) -> None:
+    def start(self, state_dict: Any, place: str | os.PathLike[str], **given: Any) -> None:
         """Save to a place, and return when the state is copied. All ranks of the group call it.
 
         Args:
-            storage_writer: ``None`` for the one that DCP chooses for the place.
-            **given: other arguments of ``dcp.async_save``.
+            **given: other arguments of ``dcp.async_save``. Without a ``storage_writer``, DCP
+                chooses one for the place.
 
         Raises:
             CheckpointException: the save before it failed.
         """
         self.finish()
         given["process_group"] = self._group(given.get("process_group"))
-        found = vars(dcp)["async_save"](
-            state_dict,
-            # DCP's default stager takes no ShardedTensor of FSDP1.
-            **{**given, "async_stager": BlockingAsyncStager(), "checkpoint_id": place},
-            storage_writer=storage_writer,
-        )
+        # DCP's default stager takes no ShardedTensor of FSDP1.
+        given |= {"async_stager": BlockingAsyncStager(), "checkpoint_id": place}
+        found = vars(dcp)["async_save"](state_dict, **given)
         # Newer stagers answer with two futures.
         self._save = getattr(found, "upload_completion", found), os.fspath(place)
         self._process = os.getpid()
@@ -100,28 +102,66 @@ class Background:
         def save(state_dict: Any, **given: Any) -> Any:
             storage = given.get("storage_writer"), given.get("checkpoint_id")
             if (place := place_of(*storage)) is None or given.get("no_dist"):
-                self.finish()
                 return before(state_dict, **given)
             self.start(state_dict, place, **{**given, "storage_writer": None})
             return None
 
-        destroy = self._after(dist.destroy_process_group)
+        destroy_group = dist.destroy_process_group
+
+        @wraps(destroy_group)
+        def destroy(*args: Any, **kwargs: Any) -> None:
+            self.finish()
+            self._groups.clear()
+            destroy_group(*args, **kwargs)
+
         return {
             (dcp, "save"): save,
-            (shutil, "rmtree"): self._after(shutil.rmtree),
+            (shutil, "rmtree"): self._keeping_the_last(shutil.rmtree),
             (dist, "destroy_process_group"): destroy,
             (distributed_c10d, "destroy_process_group"): destroy,
         }
 
-    def _after(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def using(self, place: object) -> None:
+        """Wait for the last save, and take note of the place of a save or load that begins, if it
+        is a path. If a deletion there was put off, it is not made."""
+        self.finish()
+        if isinstance(place, str | os.PathLike):
+            place = os.path.realpath(place)
+            self._used = [*(one for one in self._used if one != place), place]
+            self._put_off -= {place, os.path.dirname(place)}
+
+    def _keeping_the_last(self, rmtree: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(rmtree)
+        def call(path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> Any:
             self.finish()
-            if function.__name__ == "destroy_process_group":
-                self._groups.clear()
-            return function(*args, **kwargs)
+            folder = os.path.realpath(os.fsdecode(path))
+            # With a handler of errors it is the cleanup of a temporary folder.
+            if args or kwargs or self._is_last(folder) is None:
+                return rmtree(path, ignore_errors, *args, **kwargs)
+            self._put_off.add(folder)
+            for one in sorted(self._put_off):
+                if is_last := self._is_last(one):
+                    logger.info("%s stays until a later checkpoint beside it is complete", one)
+                    continue
+                self._put_off.discard(one)
+                if is_last is False:  # else the program has put something else there
+                    self._used = [p for p in self._used if one not in (p, os.path.dirname(p))]
+                    rmtree(path if one == folder else one, ignore_errors or one != folder)
 
         return call
+
+    def _is_last(self, folder: str) -> bool | None:
+        """Return whether a checkpoint has no later one beside it that has all of its parts;
+        ``None`` if the folder is not a checkpoint that this process saved or loaded."""
+        parts: dict[str, set[str]] = {}  # of the checkpoints beside it, the last one first
+        for place in reversed(self._used):
+            for checkpoint, part in ((place, ""), os.path.split(place)):
+                is_beside = os.path.dirname(checkpoint) == os.path.dirname(folder)
+                if is_beside and is_taken(Location.of(place)):
+                    parts.setdefault(checkpoint, set()).add(part)
+        if folder not in parts:
+            return None
+        return folder == next(one for one in parts if parts[one] >= parts[folder])
 
     def _group(self, group: Any) -> Any:
         """Return the gloo group of the ranks of a group; ``None`` without ranks."""

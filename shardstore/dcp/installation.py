@@ -52,21 +52,18 @@ def handing_on(new_reader: Callable[[str], StorageReader]) -> dict[tuple[Any, st
         (class, name of the method) -> new method.
     """
 
-    def reader_for(theirs: FileSystemReader, rank: int | None) -> StorageReader | None:
-        # A rank is given for metadata of a single rank, which only DCP writes.
-        if rank is not None or type(theirs.fs) is not FileSystem:
-            return None
-        # As in DCP, the path is not a URL, and ~ is not expanded.
-        place = os.path.abspath(theirs.path)
-        return new_reader(place) if is_ours(Location.of(place)) else None
-
     def method_of(name: str) -> Callable[..., Any]:
         before = getattr(FileSystemReader, name)
 
         @wraps(before)
         def method(self: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
             if name == "read_metadata":
-                vars(self)[_KEPT] = reader_for(self, kwargs.get("rank"))
+                # As in DCP, the path is not a URL, and ~ is not expanded.
+                place = os.path.abspath(self.path)
+                # A rank is given for metadata of a single rank, which only DCP writes.
+                may_be_ours = kwargs.get("rank") is None and type(self.fs) is FileSystem
+                is_served = may_be_ours and is_ours(Location.of(place))
+                vars(self)[_KEPT] = new_reader(place) if is_served else None
             reader = vars(self).get(_KEPT)
             if reader is None:
                 return before(self, *args, **kwargs)
@@ -177,11 +174,10 @@ def install(
             return checkpoint_id or os.path.abspath(storage.path)
         return None if storage is not None else checkpoint_id or None
 
-    background = Background() if asynchronous else None
+    background = Background()
 
     def choose(storage: Any, checkpoint_id: Place | None, reader: bool = False) -> Any:
-        if background is not None:
-            background.finish()
+        background.using(checkpoint_id or getattr(storage, "path", None))
         if (url := place_of(storage, checkpoint_id)) is None:
             return before(storage, checkpoint_id, reader=reader)
         if reader:
@@ -203,9 +199,8 @@ def install(
             (loader, "_storage_setup"): choose,
             (saver, "_ProcessBasedAsyncCheckpointExecutor"): InAProcess,
             **handing_on(new_reader),
-            **(background.changes(place_of) if background is not None else {}),
+            **(background.changes(place_of) if asynchronous else {}),
         }
     )
-    if background is not None:
-        installation.callback(background.finish)
+    installation.callback(background.finish)
     return installation

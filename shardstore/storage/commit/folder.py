@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _is_taken(place: Location, commits: Sequence[str]) -> bool:
+def is_taken(place: Location, commits: Sequence[str] = COMMITS) -> bool:
     """Return whether a local place has a document that commits a checkpoint, one of these or that
     of PyTorch DCP. A save replaces such a place only if ``overwrite`` is set."""
     return any(place.exists(name) for name in commits) or has_dcp_metadata(place)
@@ -164,10 +164,10 @@ class FolderAttempt(Attempt):
 
     def _replace(self) -> None:
         source, target = self.location.url, self.target.url
-        if not self.overwrite and _is_taken(self.target, self.commits):
+        if not self.overwrite and is_taken(self.target, self.commits):
             raise exists_error(self.target, meanwhile=True)
         _exchange(source, target)
-        if not self.overwrite and _is_taken(self.location, self.commits):
+        if not self.overwrite and is_taken(self.location, self.commits):
             # Another process committed between the check and the exchange.
             _exchange(source, target)
             raise exists_error(self.target, meanwhile=True)
@@ -312,7 +312,7 @@ def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMIT
             " is the working directory of this process, which the save would replace; save to a "
             "folder below it"
         )
-    if _is_taken(target, commits) and not options.overwrite:
+    if is_taken(target, commits) and not options.overwrite:
         raise exists_error(target)
     for left in leftovers(*os.path.split(target.url)):
         sweep(left)

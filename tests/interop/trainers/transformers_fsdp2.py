@@ -1,23 +1,22 @@
 """transformers.Trainer with FSDP2: trains a tiny model, saves every second step, keeps one
 checkpoint, and goes on from the one that it is given.
 
-torchrun transformers_fsdp2.py FOLDER STEPS MODE [CHECKPOINT]; DIES_AT="EVENT PATH" kills rank 0 at
-its first call of this kind on a path that contains PATH.
+torchrun transformers_fsdp2.py FOLDER STEPS MODE [CHECKPOINT]; see kills.py for DIES_AT. The program
+raises the audit event "end of program".
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
+from kills import die_at_moment_of_environment
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import shardstore.dcp
@@ -34,16 +33,6 @@ class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "labels": ids}
-
-
-def die_at(event: str, path: str) -> None:
-    """Kill this process at a call of the file system."""
-
-    def look(name: str, args: tuple[Any, ...]) -> None:
-        if name == event and any(path in str(arg) for arg in args[:2]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(look)
 
 
 def trainer_of(folder: Path, steps: int) -> Trainer:
@@ -93,10 +82,10 @@ def main() -> None:
     """Train, and write the losses by step beside the checkpoints."""
     folder, steps, mode, *checkpoint = sys.argv[1:]
     shardstore.dcp.install(named_writers=True, asynchronous=mode == "async", durable=False)
-    if "DIES_AT" in os.environ and os.environ["RANK"] == "0":
-        die_at(*os.environ["DIES_AT"].split(" ", 1))
+    die_at_moment_of_environment()
     trainer = trainer_of(Path(folder), int(steps))
     trainer.train(resume_from_checkpoint=checkpoint[0] if checkpoint else None)
+    sys.audit("end", "of program")
     if dist.get_rank() == 0:
         losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
         Path(f"{folder}.json").write_text(json.dumps(losses))
