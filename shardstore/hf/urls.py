@@ -6,6 +6,7 @@ Passwords and query strings of a URL become storage options, so that no error te
 from __future__ import annotations
 
 import os
+from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,22 @@ def locate(place: Any, options: Mapping[str, Any] | None = None) -> Location:
         url, options = _of_hub(url[len("hf://") :], Location.of(".", options).options)
     if not isinstance(url, str) or not _is_web(url):
         return Location.of(place, options)
-    parts = urlsplit(url)
-    secrets = [unquote(text) for text in (parts.username, parts.password, parts.query) if text]
-    query = parse_qsl(parts.query, keep_blank_values=True)
-    more: dict[str, Any] = {"params": dict(query)} if query else {}
-    if parts.username:
-        import aiohttp
-
-        auth = aiohttp.BasicAuth(unquote(parts.username), unquote(parts.password or ""))
-        more["client_kwargs"] = {"auth": auth}
-    keep_quiet_about({}, *secrets, *(value for _, value in query))
+    parts, given = urlsplit(url), dict(Location.of(".", options).options)
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    keep_quiet_about({"username": user, "password": password}, parts.query, *query.values())
+    if user:
+        given = _with_header(given, f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}")
+    if query:
+        given["params"] = query
     bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
-    found = Location.of(bare.geturl(), options)
-    return Location(found.url, {**found.options, **more})
+    return Location.of(bare.geturl(), given)
+
+
+def _with_header(options: Mapping[str, Any], authorization: str) -> dict[str, Any]:
+    """Return options with a header that no log shows."""
+    keep_quiet_about({}, authorization)
+    return {**options, "headers": {**options.get("headers", {}), "Authorization": authorization}}
 
 
 def _of_hub(name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -78,7 +82,7 @@ def _of_hub(name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, An
     token = given.pop("token", None) or os.environ.get("HF_TOKEN") or _kept_token()
     if token:
         keep_quiet_about({"token": token})
-        given["headers"] = {**given.get("headers", {}), "Authorization": f"Bearer {token}"}
+        given = _with_header(given, f"Bearer {token}")
     url = f"{endpoint}/{above}{owner}/{repository}/resolve/{quote(revision or 'main', safe='')}"
     return f"{url}/{inner}".rstrip("/"), given
 
