@@ -114,7 +114,7 @@ def scrub(error: BaseException) -> None:
         waiting += [one.__cause__, one.__context__]
         vars(one).pop("doc", None)  # of a JSONDecodeError: what a credential_process printed
         asked: Any = getattr(one, "request_info", None)
-        if isinstance(asked, tuple):  # of aiohttp: it repeats the query string
+        if hasattr(asked, "real_url"):  # of aiohttp: it repeats the query string
             url = asked.url.with_query(None)
             vars(one)["request_info"] = asked._replace(url=url, real_url=url, headers={})
         response = getattr(one, "response", None)
