@@ -118,33 +118,43 @@ def load(
         StorageError: the store failed.
         RanksError: another rank failed, or did not answer in time.
     """
-    call = LoadCall(
-        sharded_state_dict=state_dict,
-        checkpoint_dir=place,
+    given, started = locals(), perf_counter()
+    call = _Call(
+        sharded_state_dict=given.pop("state_dict"),
+        checkpoint_dir=given.pop("place"),
         stored_metadata=lambda *_: {},
-        strict=strict,
-        process_group=process_group,
-        storage_options=storage_options,
-        map_location=map_location,
-        replica_group=replica_group,
-        share_replicas=share_replicas,
-        exchange_budget_bytes=exchange_budget_bytes,
-        cast=cast,
-        progress=progress,
+        **given,
     )
     ranks, url = Ranks.of(process_group), shown_url(place)
-    block = None if dequantize is None else tuple(dequantize)
     callback = callback_of(progress, shows=ranks.is_coordinator)
-    started = perf_counter()
     with metered("load", url, callback) as meter, collector_paused():
-        loading = _Loading(call, names, rules or {}, block, ranks, f"loading {url}")
-        found = loading.run(meter)
+        found = _Loading(call, ranks, f"loading {url}").run(meter)
     if ranks.is_coordinator:
         seconds, size = perf_counter() - started, meter.now.bytes_total
         text = f"{url}: loaded, {size} bytes on rank {ranks.rank} in {seconds:.3f} s"
         world = ranks.world_size
         log_event(logger, "load", text, url=url, bytes=size, seconds=seconds, world_size=world)
     return found if StrictHandling.requires_returning_mismatch_keys(call.mode) else found[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class _Call(LoadCall):
+    """The arguments of :func:`load` on one rank."""
+
+    names: Names | None
+    rules: Mapping[str, Rule] | None
+    dequantize: Sequence[int] | None
+
+    def sources(self, files: WeightFiles) -> Sources:
+        """Return the tensors in the files, as the rules see them."""
+        block = None if self.dequantize is None else tuple(self.dequantize)
+        return Sources(files.arrays, files.location.url, self.rules or {}, block)
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a key in the files."""
+        if self.names is None:
+            return key
+        return self.names.get(key, key) if isinstance(self.names, Mapping) else self.names(key)
 
 
 @dataclass(frozen=True)
@@ -183,16 +193,12 @@ class _Loading:
     """One load on one rank.
 
     Attributes:
-        call: the arguments that :func:`shardstore.load` has too.
-        names, rules, block: see :func:`load`.
+        call: the arguments.
         ranks: the ranks of the load.
         what: the operation, for error texts.
     """
 
-    call: LoadCall
-    names: Names | None
-    rules: Mapping[str, Rule]
-    block: tuple[int, ...] | None
+    call: _Call
     ranks: Ranks
     what: str
 
@@ -207,9 +213,8 @@ class _Loading:
         files, apart = pickle.loads(answer)
         files.location = replace(files.location, options=location.options)
         shares = offered is not None and offered[2] and offered[0] not in apart
-        sources = Sources(files.arrays, location.url, self.rules, self.block)
         match, answer = step(
-            lambda: self._find(state, sources),
+            lambda: self._find(state, self.call.sources(files)),
             self._used,
             lambda reports: pickle.dumps(set().union(*map(pickle.loads, reports))),
         )
@@ -225,8 +230,9 @@ class _Loading:
         """Check the arguments, and describe every tensor of the state dict."""
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         offered = self.call.checked_offer(location)
-        if not (self.names is None or callable(self.names) or isinstance(self.names, Mapping)):
-            raise ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
+        names = self.call.names
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise ArgumentError(f"names={names!r:.100} must be a mapping or a function")
         state, _ = number_lists(shard_for_load(self.call.sharded_state_dict), built=False)
         return location, offered, state
 
@@ -253,7 +259,7 @@ class _Loading:
             key = entry.key
             if key in found or key in lost:
                 continue
-            name = self._name_of(key)
+            name = self.call.name_of(key)
             if of_name.setdefault(name, key) != key:
                 raise ArgumentError(
                     f"{self.what}: names= gives the keys {of_name[name]!r} and {key!r} the same "
@@ -280,12 +286,6 @@ class _Loading:
         if unexpected:
             request = _Request.of(restricted_to(state, {*found, *tied}))
         return _Match(request, found, tied, unexpected)
-
-    def _name_of(self, key: str) -> str:
-        """Return the name of a key in the files."""
-        if self.names is None:
-            return key
-        return self.names.get(key, key) if isinstance(self.names, Mapping) else self.names(key)
 
     def _used(self, match: _Match) -> bytes:
         """Return a report of the stored tensors that this rank uses, if a mode needs it."""
@@ -341,7 +341,7 @@ class _Loading:
             meter=meter,
         )
         read_chunks(context, _part(plan, scaled=False))
-        if self.block and any(key.endswith(SCALE_SUFFIX) for key in arrays):
+        if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in nested_values(wanted) if t.key in match.tied}
         loaded = assemble(plan, wanted, files.location.url, tied)

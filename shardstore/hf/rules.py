@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -44,25 +44,21 @@ Regions: TypeAlias = Iterator[tuple[ArrayMeta, Box, Any]]
 """Regions of stored tensors, each with its destination."""
 
 
-class Source(Protocol):
+@dataclass(frozen=True)
+class Source:
     """A tensor that is made of stored tensors.
 
     Attributes:
         shape: its shape.
         dtype: Zarr name of its data type.
         keys: names of the stored tensors.
+        regions: returns the regions of stored tensors that fill an array or tensor with a box.
     """
 
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def keys(self) -> frozenset[str]: ...
-
-    def regions(self, box: Box, out: Any) -> Regions:
-        """Yield the regions of stored tensors that fill ``out``, an array or tensor of the box's
-        shape."""
+    shape: Shape
+    dtype: str
+    keys: frozenset[str]
+    regions: Callable[[Box, Any], Regions]
 
 
 Fields: TypeAlias = Mapping[str, str]
@@ -87,7 +83,7 @@ def concat(*rules: Rule, axis: int = 0, groups: int = 1) -> Rule:
         parts = [sources.made(rule, fields) for rule in rules]
         sizes = [_even(part.shape[axis], groups, part) for part in parts]
         runs = [(p, n * g, n) for g in range(groups) for p, n in zip(parts, sizes, strict=True)]
-        return _Joined(axis % len(parts[0].shape), runs)
+        return _joined(axis, runs)
 
     return made
 
@@ -108,7 +104,7 @@ def part(rule: Rule, number: int, sizes: Sequence[int], *, axis: int = 0, groups
         unit = _even(whole.shape[axis], groups * sum(sizes), whole)
         first, length = unit * sum(sizes[:number]), unit * sizes[number]
         starts = (group * unit * sum(sizes) + first for group in range(groups))
-        return _Joined(axis % len(whole.shape), [(whole, start, length) for start in starts])
+        return _joined(axis, [(whole, start, length) for start in starts])
 
     return made
 
@@ -129,7 +125,11 @@ def stack(rule: Rule, over: str) -> Rule:
         except MissingKeyError:
             if not found:
                 raise
-        return _Joined(0, [(_Unsqueezed(one), 0, 1) for one in found])
+        layers = (
+            _viewed(one, (1, *one.shape), lambda values, _: values[1:], lambda out: out[0, ...])
+            for one in found
+        )
+        return _joined(0, [(layer, 0, 1) for layer in layers])
 
     return made
 
@@ -147,14 +147,24 @@ def index(rule: Rule, at: str | int) -> Rule:
         position = int(str(at).format_map(fields))
         if position >= whole.shape[0]:
             raise missing_key(f"{sorted(whole.keys)[0]}[{position}]", {}, sources.url)
-        return _Indexed(whole, position)
+
+        def moved(values: Shape, length: int) -> Shape:
+            return (length or position, *values)
+
+        return _viewed(whole, whole.shape[1:], moved, lambda out: out[None, ...])
 
     return made
 
 
 def transposed(rule: Rule) -> Rule:
     """Return the rule for a tensor whose last two axes are exchanged."""
-    return lambda fields, sources: _Transposed(sources.made(rule, fields))
+
+    def made(fields: Fields, sources: Sources) -> Source:
+        whole = sources.made(rule, fields)
+        shape = _exchanged(whole.shape)
+        return _viewed(whole, shape, _exchanged, lambda out: out.swapaxes(-1, -2))
+
+    return made
 
 
 def _even(size: int, parts: int, source: Source) -> int:
@@ -217,10 +227,10 @@ class Sources:
             raise missing_key(key, self.arrays, self.url, more)
         array, scale = self.arrays[key], self.arrays.get(key + SCALE_SUFFIX)
         if not array.dtype.startswith("float8") or dtype.startswith("float8"):
-            return _Stored(array)
+            return _stored(array)
         if scale is None or self.block_shape is None:
-            return _Stored(array)
-        return _Quantised(array, scale, self.block_shape, dtype)
+            return _stored(array)
+        return _quantised(array, scale, self.block_shape, dtype)
 
 
 def _pattern(template: str) -> re.Pattern[str]:
@@ -234,85 +244,61 @@ def _pattern(template: str) -> re.Pattern[str]:
 # -- sources ---------------------------------------------------------------------------------------
 
 
-class _Stored:
-    """A stored tensor."""
-
-    def __init__(self, array: ArrayMeta) -> None:
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-        self.keys = frozenset([array.key])
-
-    def regions(self, box: Box, out: Any) -> Regions:
-        yield self.array, box, out
+def _stored(array: ArrayMeta) -> Source:
+    """Return a stored tensor."""
+    keys = frozenset([array.key])
+    return Source(array.shape, array.dtype, keys, lambda box, out: iter([(array, box, out)]))
 
 
-class _Joined:
-    """Runs of other sources, joined along an axis."""
+def _joined(axis: int, runs: Sequence[tuple[Source, int, int]]) -> Source:
+    """Return runs of sources (source, start, length), joined along an axis."""
+    one = runs[0][0]
+    axis %= len(one.shape)
+    keys = one.keys.union(*(source.keys for source, _, _ in runs))
+    for source, _, _ in runs:
+        if (source.dtype, _with(source.shape, axis, 0)) != (one.dtype, _with(one.shape, axis, 0)):
+            kind = ShapeMismatchError if source.dtype == one.dtype else DTypeMismatchError
+            raise kind(
+                f"keys {sorted(keys)[:4]} have shapes {one.shape} and {source.shape} and data "
+                f"types {one.dtype} and {source.dtype}, and do not fit together along axis {axis}; "
+                "correct the rule",
+                key=min(keys),
+            )
 
-    def __init__(self, axis: int, runs: Sequence[tuple[Source, int, int]]) -> None:
-        self._axis, self._runs = axis, runs
-        first = runs[0][0]
-        self.dtype, self.keys = first.dtype, first.keys.union(*(one.keys for one, _, _ in runs))
-        self.shape = _with(first.shape, axis, sum(length for _, _, length in runs))
-        for one, _, _ in runs:
-            if (one.dtype, _with(one.shape, axis, 0)) != (self.dtype, _with(self.shape, axis, 0)):
-                keys, shapes = sorted(self.keys), [first.shape, one.shape]
-                kind = DTypeMismatchError if one.dtype != self.dtype else ShapeMismatchError
-                raise kind(
-                    f"keys {keys[:4]} have shapes {shapes} and data types "
-                    f"{[self.dtype, one.dtype]}, and do not fit together along axis {axis}; "
-                    "correct the rule",
-                    key=keys[0],
-                )
-
-    def regions(self, box: Box, out: Any) -> Regions:
-        axis, position = self._axis, 0
-        start, stop = box.offset[axis], box.end[axis]
-        for source, first, length in self._runs:
+    def regions(box: Box, out: Any) -> Regions:
+        start, stop, position = box.offset[axis], box.end[axis], 0
+        for source, first, length in runs:
             low, high = max(start, position), min(stop, position + length)
             if low < high:
                 offset = _with(box.offset, axis, first + low - position)
-                where = (..., *(slice(None),) * axis, slice(low - start, high - start))
-                where += (slice(None),) * (len(box.shape) - axis - 1)
                 inner = Box(offset, _with(box.shape, axis, high - low))
-                yield from source.regions(inner, out[where])
+                held = Box(_with((0,) * len(offset), axis, low - start), inner.shape)
+                yield from source.regions(inner, out[(..., *held.slices)])
             position += length
 
-
-class _Unsqueezed:
-    """A source with another first axis, of length 1."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self.dtype, self.keys = source, source.dtype, source.keys
-        self.shape = (1, *source.shape)
-
-    def regions(self, box: Box, out: Any) -> Regions:
-        return self._source.regions(Box(box.offset[1:], box.shape[1:]), out[0, ...])
+    shape = _with(one.shape, axis, sum(length for _, _, length in runs))
+    return Source(shape, one.dtype, keys, regions)
 
 
-class _Indexed:
-    """A source at one position of its first axis."""
+def _viewed(
+    source: Source, shape: Shape, moved: Callable[[Shape, int], Shape], view: Callable[[Any], Any]
+) -> Source:
+    """Return a source in another shape.
 
-    def __init__(self, source: Source, at: int) -> None:
-        self._source, self.dtype, self.keys, self._at = source, source.dtype, source.keys, at
-        self.shape = source.shape[1:]
+    Args:
+        source: the source.
+        shape: the other shape.
+        moved: turns the offset of a box (with 0) and its shape (with 1) into those of the source.
+        view: turns a destination into one of the shape of the source.
+    """
 
-    def regions(self, box: Box, out: Any) -> Regions:
-        return self._source.regions(Box((self._at, *box.offset), (1, *box.shape)), out[None, ...])
+    def regions(box: Box, out: Any) -> Regions:
+        return source.regions(Box(moved(box.offset, 0), moved(box.shape, 1)), view(out))
 
-
-class _Transposed:
-    """A source with its last two axes exchanged."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self.dtype, self.keys = source, source.dtype, source.keys
-        self.shape = _exchanged(source.shape)
-
-    def regions(self, box: Box, out: Any) -> Regions:
-        inner = Box(_exchanged(box.offset), _exchanged(box.shape))
-        return self._source.regions(inner, out.swapaxes(-1, -2))
+    return Source(shape, source.dtype, source.keys, regions)
 
 
-def _exchanged(values: Shape) -> Shape:
+def _exchanged(values: Shape, _: int = 0) -> Shape:
     return (*values[:-2], values[-1], values[-2])
 
 
@@ -320,35 +306,32 @@ def _with(values: Shape, axis: int, value: int) -> Shape:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
-class _Quantised:
-    """A stored tensor whose blocks are multiplied by scales (DeepSeek-V3, "FP8 Weights")."""
-
-    def __init__(self, array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> None:
-        self._array, self._scale, self.dtype, self.shape = array, scale, dtype, array.shape
-        self.keys = frozenset([array.key, scale.key])
-        self._block = (1,) * (len(array.shape) - len(block)) + tuple(block)
-        counts = tuple(-(-n // b) for n, b in zip(array.shape, self._block, strict=False))
-        if scale.shape != counts or len(self._block) != len(array.shape):
-            raise ShapeMismatchError(
-                f"key {array.key!r} of shape {array.shape} in blocks of {block} has {counts} "
-                f"scales, but {scale.key!r} has shape {scale.shape}; give dequantize= the shape of "
-                "a block (weight_block_size in config.json), or None",
-                key=array.key,
-            )
-
-    def regions(self, box: Box, out: Any) -> Regions:
-        first = tuple(o // b for o, b in zip(box.offset, self._block, strict=True))
-        count = tuple(
-            -(-end // b) - f for end, b, f in zip(box.end, self._block, first, strict=True)
+def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> Source:
+    """Return a stored tensor whose blocks are multiplied by scales (DeepSeek-V3, "FP8 Weights")."""
+    edges = (1,) * (len(array.shape) - len(block)) + tuple(block)
+    counts = tuple(-(-n // edge) for n, edge in zip(array.shape, edges, strict=False))
+    if scale.shape != counts or len(edges) != len(array.shape):
+        raise ShapeMismatchError(
+            f"key {array.key!r} of shape {array.shape} in blocks of {block} has {counts} scales, "
+            f"but {scale.key!r} has shape {scale.shape}; give dequantize= the shape of a block "
+            "(weight_block_size in config.json), or None",
+            key=array.key,
         )
-        scales = torch.empty(count, dtype=dtypes.torch_dtype(self._scale.dtype))
-        yield self._scale, Box(first, count), dtypes.as_numpy(scales)
+
+    def regions(box: Box, out: Any) -> Regions:
         blocks = [
-            torch.arange(o, o + n) // b - f
-            for o, n, b, f in zip(box.offset, box.shape, self._block, first, strict=True)
+            torch.arange(offset, offset + length) // edge
+            for offset, length, edge in zip(*box, edges, strict=True)
         ]
+        first = tuple(int(one[0]) for one in blocks)
+        count = tuple(int(one[-1]) + 1 - n for one, n in zip(blocks, first, strict=True))
+        scales = torch.empty(count, dtype=dtypes.torch_dtype(scale.dtype))
+        yield scale, Box(first, count), dtypes.as_numpy(scales)
         target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
-        yield self._array, box, Scaled(target, scales, blocks)
+        inner = [one - n for one, n in zip(blocks, first, strict=True)]
+        yield array, box, Scaled(target, scales, inner)
+
+    return Source(array.shape, dtype, frozenset([array.key, scale.key]), regions)
 
 
 class Scaled:
