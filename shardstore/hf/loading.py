@@ -30,6 +30,7 @@ from shardstore.loading.plan import (
     ReadPlan,
     assemble,
     elements_of,
+    missing_key,
     plan_reads,
     with_destinations,
 )
@@ -253,7 +254,7 @@ class _Loading:
         """
         request = _Request.of(state)
         found: dict[str, Source] = {}
-        lost: dict[str, MissingKeyError] = {}
+        lost: dict[str, str] = {}
         of_name: dict[str, str] = {}
         for entry in nested_values(request.wanted):
             key = entry.key
@@ -267,22 +268,21 @@ class _Loading:
                     key=key,
                 )
             try:
-                if not isinstance(entry, ShardedTensor):
-                    raise MissingKeyError(
-                        f"key {key!r} is an object, and safetensors files hold only tensors; leave "
-                        "it out, or load with another `strict` mode",
-                        key=key,
-                    )
-                found[key] = sources.of(name, entry.dtype)
+                if isinstance(entry, ShardedTensor):
+                    found[key] = sources.of(name, entry.dtype)
+                else:
+                    lost[key] = f"{name} (an object, which safetensors files do not hold)"
             except MissingKeyError as error:
-                lost[key] = error
+                lost[key] = str(error.key)
         held = {_memory(t): t.key for t in nested_values(request.wanted) if t.key in found}
         tied = {
             t.key for t in nested_values(request.wanted) if t.key in lost and _memory(t) in held
         }
         unexpected = set(lost) - tied
         if unexpected and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.call.mode):
-            raise next(error for key, error in lost.items() if key in unexpected)
+            name = next(name for key, name in lost.items() if key in unexpected)
+            more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
+            raise missing_key(name, sources.arrays, sources.url, more)
         if unexpected:
             request = _Request.of(restricted_to(state, {*found, *tied}))
         return _Match(request, found, tied, unexpected)

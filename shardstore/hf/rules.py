@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -31,7 +32,6 @@ from shardstore.errors import (
     MissingKeyError,
     ShapeMismatchError,
 )
-from shardstore.loading.plan import missing_key
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Shape
@@ -146,7 +146,8 @@ def index(rule: Rule, at: str | int) -> Rule:
         whole = sources.made(rule, fields)
         position = int(str(at).format_map(fields))
         if position >= whole.shape[0]:
-            raise missing_key(f"{sorted(whole.keys)[0]}[{position}]", {}, sources.url)
+            key = f"{min(whole.keys)}[{position}]"
+            raise MissingKeyError(f"{key!r} is not stored in {sources.url}", key=key)
 
         def moved(values: Shape, length: int) -> Shape:
             return (length or position, *values)
@@ -223,8 +224,7 @@ class Sources:
 
     def _stored(self, key: str, dtype: str) -> Source:
         if key not in self.arrays:
-            more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
-            raise missing_key(key, self.arrays, self.url, more)
+            raise MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
         array, scale = self.arrays[key], self.arrays.get(key + SCALE_SUFFIX)
         if not array.dtype.startswith("float8") or dtype.startswith("float8"):
             return _stored(array)
@@ -233,6 +233,7 @@ class Sources:
         return _quantised(array, scale, self.block_shape, dtype)
 
 
+@lru_cache(maxsize=1024)
 def _pattern(template: str) -> re.Pattern[str]:
     """Return the pattern of the keys of a template."""
     texts = re.split(r"\{(\w+)\}", template)

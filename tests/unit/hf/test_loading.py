@@ -174,9 +174,31 @@ def test_modes(place: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_objects_are_unexpected(place: Path) -> None:
     state = {**zeros(), "extra": ShardedObject("extra", b"x", (1,), (0,))}
-    with pytest.raises(MissingKeyError, match="'extra' is an object"):
+    with pytest.raises(MissingKeyError, match=r"'extra \(an object, which"):
         hf.load(state, place)
     assert hf.load(state, place, strict="return_unexpected")[2] == {"extra"}
+
+
+def test_a_missing_source_of_a_rule_is_named(place: Path) -> None:
+    rules = {"both": hf.rules.concat("w", "ww", axis=1)}
+    with pytest.raises(MissingKeyError, match=r"'ww' is not in .*model.*did you mean 'w'"):
+        hf.load({"both": torch.zeros(4, 12)}, place, rules=rules)
+
+
+def test_many_tensors_and_rules_take_seconds(tmp_path: Path) -> None:
+    """The end of a stack, or a key that the files lack, is not compared with all names."""
+    names = [f"layers.{n // 100}.experts.{n % 100}.down_proj.weight" for n in range(4000)]
+    save_file(
+        {name: torch.tensor([float(n)]) for n, name in enumerate(names)}, tmp_path / "m.safetensors"
+    )
+    state: Any = {f"layers.{n}.down": torch.zeros(100, 1) for n in range(40)}
+    lost: Any = {f"layers.{n}.experts.200.down_proj.weight": torch.zeros(1) for n in range(40)}
+    rules = {"layers.{n}.down": hf.rules.stack("layers.{n}.experts.{e}.down_proj.weight", "e")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("difflib.get_close_matches", lambda *_, **__: pytest.fail("compared"))
+        _, _, unexpected = hf.load({**state, **lost}, tmp_path, rules=rules, strict="return_all")
+    assert unexpected == set(lost)
+    assert state["layers.7.down"][5].item() == 705
 
 
 def test_tensors_that_rules_use_are_not_missing(place: Path) -> None:
