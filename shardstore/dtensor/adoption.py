@@ -55,6 +55,19 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
     return _adopt(state_dict)
 
 
+class _Everything(Container[str]):
+    """All keys."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def shard_for_load(state_dict: StateDict) -> ShardedStateDict:
+    """Do what :func:`shard` does, for a load that fills every tensor."""
+    check_state(state_dict)
+    return _adopt(state_dict, _Everything())
+
+
 def adopt_for_save(state_dict: ShardedStateDict, *, arrays: bool = False) -> ShardedStateDict:
     """Return the state dict with DTensors as sharded tensors, and plain tensors too if it has any.
 

@@ -21,13 +21,18 @@ from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.names import MODEL_COMMITS
-from shardstore.storage.movers.chunks import RegionRead
-from shardstore.storage.movers.ranges import for_each_region, read_box, read_bytes
+from shardstore.storage.movers.chunks import ReadDone, RegionRead
+from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.movers.ranges import FileBox, read_boxes, read_bytes
 from shardstore.storage.stores.location import Location
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME, SINGLE_NAME = MODEL_COMMITS
 MAX_HEADER_BYTES = 100_000_000
+START_BYTES = 256 * 1024
+"""A header up to this size takes one request."""
+HEADER_REQUESTS = 16
+"""Concurrent requests for headers."""
 METADATA = "__metadata__"
 
 _NAMES = {
@@ -53,14 +58,11 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[Size, Size]
 
 
-class _Index(msgspec.Struct):
-    """The index of several files."""
-
-    weight_map: dict[str, str]
-
-
 Place = tuple[str, int]
 """Name of a tensor's file, and the offset of the tensor in it, in bytes."""
+
+_FILE_NAME = re.compile(r"(?!\.)[^\x00-\x1f/\\:?#%]{1,255}")
+"""Names that stay in their folder, and set no option of a URL."""
 
 
 def damaged(path: str, what: object) -> errors.DamagedCheckpointError:
@@ -98,24 +100,26 @@ class WeightFiles:
         self._places: dict[str, Place] = {}
         self.metadata: dict[str, str] = {}
         self.left_out: list[str] = []
-        for name in names:
-            self._add(name, weight_map)
+        found: dict[str, tuple[int, bytes]] = {}
 
-    def _add(self, name: str, weight_map: Mapping[str, str] | None) -> None:
-        """Add the tensors and the metadata of a file."""
-        folder, path = self.location, f"{self.location.url}/{name}"
-        size, _ = folder.stamp(name) or (0, None)
-        length = int.from_bytes(read_bytes(folder, name, 0, 8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise damaged(path, f"a header of {length} bytes in a file of {size}")
+        def read(some: Sequence[str]) -> None:
+            for name in some:
+                found[name] = _header_of(folder, name)
+
+        run_batched(names, read, threads=HEADER_REQUESTS)
+        for name in names:
+            self._add(name, *found[name], weight_map)
+
+    def _add(self, name: str, size: int, text: bytes, weight_map: Mapping[str, str] | None) -> None:
+        """Add the tensors and the metadata of a file of ``size`` bytes with a header ``text``."""
+        path, length = f"{self.location.url}/{name}", len(text)
         try:
-            text = read_bytes(folder, name, 8, 8 + length)
-            header = msgspec.json.decode(text, type=dict[str, Any])
-            metadata = msgspec.convert(header.pop(METADATA, None), dict[str, str] | None) or {}
-            entries = msgspec.convert(header, dict[str, _Entry])
+            header = _named_once(text)
+            about = header.pop(METADATA, msgspec.Raw(b"null"))
+            self.metadata |= msgspec.json.decode(about, type=dict[str, str] | None) or {}
+            entries = {key: msgspec.json.decode(raw, type=_Entry) for key, raw in header.items()}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise damaged(path, error) from error
-        self.metadata |= metadata
         position = 0
         for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
             if entry.data_offsets[0] != position:
@@ -157,38 +161,97 @@ class WeightFiles:
         try:
             if not name.endswith(INDEX_SUFFIX):
                 return cls(folder, [name])
-            document = folder.read(name)
+            document = folder.read(name, MAX_HEADER_BYTES)
         except FileNotFoundError:
             raise errors.NotACheckpointError(f"{path} does not exist", url=path) from None
         try:
-            weight_map = msgspec.json.decode(document, type=_Index).weight_map
+            raw = _named_once(document).get("weight_map", msgspec.Raw(b"null"))
+            weights = _named_once(raw)
+            weight_map = {key: msgspec.json.decode(name, type=str) for key, name in weights.items()}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise damaged(path, error) from error
         names = list(dict.fromkeys(weight_map.values()))
-        if lost := sorted(set(names).difference(folder.listing())):
+        outside = [name for name in names if not _FILE_NAME.fullmatch(name)]
+        if lost := outside or sorted(set(names).difference(_listed(folder, names))):
             raise damaged(path, f"it names {lost[0]!r}, which is not a file in the same folder")
-        found = cls(folder, names, weight_map)
+        try:
+            found = cls(folder, names, weight_map)
+        except FileNotFoundError as error:
+            raise damaged(path, f"it names {error}, which does not exist") from None
         if missing := sorted(set(weight_map) - set(found.arrays)):
             raise damaged(path, f"{missing[:4]} are in no file")
         return found
 
-    def read(self, reads: Sequence[RegionRead]) -> None:
-        """Read regions.
+    def read(self, reads: Sequence[RegionRead], done: ReadDone = lambda *_: None) -> None:
+        """Read regions, those of neighbouring tensors with one request.
 
         Raises:
             DamagedCheckpointError: a file is missing or truncated.
+            StorageError: the store failed.
         """
-        for_each_region(reads, self._read_one)
-
-    def _read_one(self, read: RegionRead) -> None:
-        key = read.array.key
-        name, start = self._places[key]
+        boxes = []
+        for read in reads:
+            name, start = self._places[read.array.key]
+            boxes.append(FileBox(name, start, read.array.shape, read.box, read.out))
         try:
-            read_box(self.location, name, start, self.arrays[key].shape, read.box, read.out)
-        except (FileNotFoundError, ValueError) as error:
-            path = f"{self.location.url}/{name}"
-            text = f"key {key!r}: {path} changed while it was read ({error})"
-            raise errors.DamagedCheckpointError(text, key=key, url=path) from error
+            read_boxes(self.location, boxes, done)
+        except (FileNotFoundError, EOFError) as error:
+            raise errors.DamagedCheckpointError(
+                f"{self.location.url} changed while it was read: {error}; load it again",
+                url=self.location.url,
+            ) from error
+
+
+def _header_of(folder: Location, name: str) -> tuple[int, bytes]:
+    """Return the size of a file, and its header.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DamagedCheckpointError: the header is longer than the file, or than the library reads.
+    """
+    start = read_bytes(folder, name, 0, START_BYTES)
+    size, _ = folder.stamp(name) or (0, None)
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        path = f"{folder.url}/{name}"
+        raise damaged(path, f"a header of {length} bytes in a file of {size}")
+    more = read_bytes(folder, name, len(start), 8 + length) if len(start) < 8 + length else b""
+    return size, (start + more)[8 : 8 + length]
+
+
+class _Name(str):
+    """A key of a JSON object. Another class than ``str``, so that msgspec calls the hook."""
+
+
+def _named_once(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """Return the members of a JSON object, not decoded.
+
+    Raises:
+        DecodeError: it is no JSON object, or a key is there twice.
+    """
+    count = 0
+
+    def counted(_: type, key: str) -> _Name:
+        nonlocal count
+        count += 1
+        return _Name(key)
+
+    try:
+        found = msgspec.json.decode(text, type=dict[_Name, msgspec.Raw], dec_hook=counted)
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from error
+    if len(found) < count:
+        raise msgspec.DecodeError(f"{count - len(found)} key(s) are there twice")
+    return {str(key): value for key, value in found.items()}
+
+
+def _has_listing(place: Location) -> bool:
+    return not place.url.startswith(("http://", "https://"))
+
+
+def _listed(folder: Location, names: Sequence[str]) -> Sequence[str]:
+    """Return the names in a folder; those that are looked for if the server lists none."""
+    return folder.listing() if _has_listing(folder) else names
 
 
 def _named(place: Location) -> tuple[Location, str]:
@@ -199,6 +262,8 @@ def _named(place: Location) -> tuple[Location, str]:
     """
     if is_file_name(place.name) and not place.is_dir():
         return Location(place.url.rpartition("/")[0], place.options), place.name
+    if not _has_listing(place):
+        return place, INDEX_NAME if place.read_range(INDEX_NAME, 0, 1) else SINGLE_NAME
     names = place.listing()
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(".safetensors")]

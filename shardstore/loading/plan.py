@@ -153,7 +153,7 @@ def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
         start, _, tensor, data = span
         before = [other for other in before if other[1] > start]
         for _, _, other, memory in before:
-            if _elements(data) == _elements(memory):
+            if elements_of(data) == elements_of(memory):
                 if _region(tensor) != _region(other):
                     tied.setdefault(id(tensor), other.key)
             elif np.shares_memory(_addresses(data), _addresses(memory)):
@@ -168,7 +168,8 @@ def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
     return tied
 
 
-def _elements(data: torch.Tensor) -> tuple[Any, ...]:
+def elements_of(data: torch.Tensor) -> tuple[Any, ...]:
+    """Return the identity of a tensor's memory and of the elements in it."""
     return data.data_ptr(), data.shape, data.stride(), data.dtype
 
 
@@ -198,7 +199,7 @@ def _find_array(
     meta = arrays.get(tensor.key)
     if meta is None:
         more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
-        raise _missing(tensor.key, arrays, url, more)
+        raise missing_key(tensor.key, arrays, url, more)
     if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
         require_cast(tensor.key, dtypes.torch_dtype(meta.dtype), tensor.dtype, url, cast)
     if meta.shape != tensor.global_shape and not (
@@ -214,7 +215,8 @@ def _find_array(
     return meta
 
 
-def _missing(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -> MissingKeyError:
+def missing_key(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -> MissingKeyError:
+    """Return the error for a missing key. Its text names similar keys, then says ``more``."""
     close = difflib.get_close_matches(key, arrays, n=3)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "." if more else ""
     return MissingKeyError(
@@ -463,7 +465,7 @@ def part_of(
         ArgumentError: a step is not 1, a bound is not a number, or there are more slices than axes.
     """
     if key not in tensors:
-        raise _missing(key, tensors, url)
+        raise missing_key(key, tensors, url)
     whole: ShardedTensor = tensors[key]
     given = region.get(key, ()) if isinstance(region, Mapping) else region or ()
     shape = whole.global_shape

@@ -175,7 +175,7 @@ def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone) -
     """Copy the bytes of a batch to their destinations."""
     for piece, view in zip(batch, _views(buffer, batch), strict=True):
         for where, out in piece.targets:
-            target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
+            target = dtypes.as_tensor(out) if isinstance(out, np.ndarray) else out
             with torch.no_grad():
                 target.copy_(dtypes.as_tensor(view[where]))
             done(out.nbytes, piece.chunks)
@@ -261,7 +261,7 @@ def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
             if others:  # boxes of a flat range may share a chunk, which is read once
                 several.append(piece)
                 continue
-            kind = HostRead if isinstance(part.out, torch.Tensor) else RegionRead
+            kind = RegionRead if isinstance(part.out, np.ndarray) else HostRead
             reads.append(kind(part.array, moved(part.within, piece.box.offset), part.out))
         with behind(*streams):
             read_through_host(read, reads, limit_bytes, done, several)

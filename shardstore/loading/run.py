@@ -147,6 +147,20 @@ class LoadCall:
             )
         return device
 
+    def checked_offer(self, location: Location) -> Offer:
+        """Check the arguments, and return this rank's report about its group."""
+        require_group("replica_group", self.replica_group)
+        require_bool("validate_access_integrity", self.validate_access_integrity)
+        require_bool("verify_integrity", self.verify_integrity)
+        require_number("exchange_budget_bytes", self.exchange_budget_bytes)
+        if self.cast not in (True, False, "warn"):
+            raise ArgumentError(
+                f"cast={self.cast!r:.100} must be True, False or 'warn'; the state dict names the "
+                "data types"
+            )
+        _ = self.mode, self.device
+        return offer(self.replica_group, self.share_replicas, location)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Request:
@@ -176,15 +190,19 @@ class _Request:
         return cls(state, wanted, nonpersistent, factories, ranks)
 
     def restricted(self, keys: Container[str]) -> _Request:
-        """Return the request without tensors, objects and factories of which no key is in
-        ``keys``."""
+        """Return the request :func:`restricted_to` keys."""
+        return self.of(restricted_to(self.state, keys), self.ranks)
 
-        def is_left_out(value: Any) -> bool:
-            built = value.build() if isinstance(value, ShardedTensorFactory) else value
-            parts = [part for _, part in leaves([built]) if isinstance(part, ShardedBase)]
-            return bool(parts) and not any(part.key in keys for part in parts)
 
-        return self.of(extract_matching_values(self.state, is_left_out)[1], self.ranks)
+def restricted_to(state: ShardedStateDict, keys: Container[str]) -> ShardedStateDict:
+    """Return a state dict without tensors, objects and factories of which no key is in ``keys``."""
+
+    def is_left_out(value: Any) -> bool:
+        built = value.build() if isinstance(value, ShardedTensorFactory) else value
+        parts = [part for _, part in leaves([built]) if isinstance(part, ShardedBase)]
+        return bool(parts) and not any(part.key in keys for part in parts)
+
+    return cast(ShardedStateDict, extract_matching_values(state, is_left_out)[1])
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -340,23 +358,13 @@ def open_checkpoint(
 def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _Request | None]:
     """Check the arguments, and split the state dict unless this needs the stored keys or the claims
     of other ranks."""
-    require_group("replica_group", call.replica_group)
     state = call.sharded_state_dict
     check_state(state)
     if not any(isinstance(value, ShardedBase) for value in nested_values(state)):
         kept = torch.Tensor | LocalNonpersistentObject
         values = dict_list_map_outplace(lambda v: None if isinstance(v, kept) else v, state)
         require_loadable(values, "the value")
-    require_bool("validate_access_integrity", call.validate_access_integrity)
-    require_bool("verify_integrity", call.verify_integrity)
-    require_number("exchange_budget_bytes", call.exchange_budget_bytes)
-    if call.cast not in (True, False, "warn"):
-        raise ArgumentError(
-            f"cast={call.cast!r:.100} must be True, False or 'warn'; the state dict names the data "
-            "types"
-        )
-    _ = call.mode, call.device
-    offered = offer(call.replica_group, call.share_replicas, location)
+    offered = call.checked_offer(location)
     if needs_adoption(call.sharded_state_dict):
         return offered, None
     request = _Request.of(call.sharded_state_dict, ranks)

@@ -37,7 +37,7 @@ import torch
 import typer
 
 import shardstore
-from shardstore import ShardedObject, ShardedTensor
+from shardstore import ShardedObject, ShardedTensor, hf
 from shardstore.cli.app import app
 from shardstore.convert.conversion import convert
 from shardstore.dcp.files import DcpFiles
@@ -365,6 +365,11 @@ def converted(place: Path) -> None:
 _cli = typer.main.get_command(app)  # made once: it takes longer than most commands
 
 
+def weights(place: Path) -> None:
+    state = {"w": torch.zeros(4, 6), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    hf.load(state, place, strict="return_all")
+
+
 def command(place: Path) -> None:
     sizes = [path.stat().st_size for path in place.rglob("*") if path.is_file()]
     name = COMMANDS[sum(sizes) % len(COMMANDS)]
@@ -457,7 +462,13 @@ class Inputs:
         kinds += [("step-1", "o/shard_0_1.pt", archive, COMMON)]
         kinds += [("step-1", f"../.step-{n}.attempt-x/.owner.json", note, SWEEPS) for n in (1, 2)]
         kinds += [("dcp", ".metadata", pickled, [dcp, dcp, converted])] * 3
-        kinds += [("st", "model.safetensors", header, [converted])] * 2
+        (pristine / "hf").mkdir()
+        shutil.copy(pristine / "st" / "model.safetensors", pristine / "hf" / "m1.safetensors")
+        index = {"weight_map": {"w": "m1.safetensors", "b": "m1.safetensors"}}
+        (pristine / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+        kinds += [("st", "model.safetensors", header, [converted, weights])] * 2
+        kinds += [("hf", "m1.safetensors", header, [weights])]
+        kinds += [("hf", "model.safetensors.index.json", document, [weights])]
         return kinds
 
     def one(self, number: int) -> str:

@@ -14,7 +14,7 @@ import pytest
 import shardstore
 
 ROOT = Path(shardstore.__file__).parent
-FILES = 124
+FILES = 132
 TOP_MODULES = 20
 MODULES_IN_A_FOLDER = 16
 UPWARDS = 1
@@ -23,7 +23,7 @@ UPWARDS = 1
 LAYERS = (
     "__main__ cli",
     "bridge lightning torchtitan verl",
-    " convert dcp inspection manager megatron",
+    " convert dcp hf inspection manager megatron",
     "serialization async_handle",
     "strategies",
     "saving loading",

@@ -124,7 +124,11 @@ def span(box: Box, chunk_shape: tuple[int, ...], itemsize: int) -> tuple[int, in
 
 
 def slabs(
-    out: NDArray[Any], box: Box, chunk_shape: tuple[int, ...], start: int = 0
+    out: NDArray[Any],
+    box: Box,
+    chunk_shape: tuple[int, ...],
+    start: int = 0,
+    gap_bytes: int = SCRATCH_BYTES,
 ) -> Iterator[tuple[int, int, NDArray[Any]]]:
     """Cut a box of a chunk into slabs whose bytes span at most :data:`SCRATCH_BYTES`.
 
@@ -133,29 +137,46 @@ def slabs(
         box: the box, relative to the chunk's corner.
         chunk_shape: shape of the chunk.
         start: byte offset of the chunk.
+        gap_bytes: largest gap between two contiguous runs of one slab.
 
     Yields:
         For each slab its first byte, one past its last byte, and its part of ``out``. Slabs come in
         byte order and do not overlap. A part has only the innermost axes of the chunk that its slab
         spans.
     """
-    low, high = span(box, chunk_shape, out.dtype.itemsize)
-    if high - low <= SCRATCH_BYTES:
+    size = out.dtype.itemsize
+    low, high = span(box, chunk_shape, size)
+    if high - low <= SCRATCH_BYTES and largest_gap(box, chunk_shape, size) <= gap_bytes:
         yield start + low, start + high, out
         return
-    row_bytes = math.prod(chunk_shape[1:]) * out.dtype.itemsize
+    row_bytes = math.prod(chunk_shape[1:]) * size
     inner = Box(box.offset[1:], box.shape[1:])
-    inner_low, inner_high = span(inner, chunk_shape[1:], out.dtype.itemsize)
+    inner_low, inner_high = span(inner, chunk_shape[1:], size)
     begin = start + box.offset[0] * row_bytes
-    if inner_high - inner_low > SCRATCH_BYTES:
+    is_whole = inner_high - inner_low <= SCRATCH_BYTES
+    if not is_whole or largest_gap(inner, chunk_shape[1:], size) > gap_bytes:
         for i in range(box.shape[0]):
-            yield from slabs(out[i], inner, chunk_shape[1:], begin + i * row_bytes)
+            row = begin + i * row_bytes
+            yield from slabs(out[i, ...], inner, chunk_shape[1:], row, gap_bytes)
         return
     rows = 1 + (SCRATCH_BYTES - (inner_high - inner_low)) // row_bytes
+    if row_bytes - (inner_high - inner_low) > gap_bytes:
+        rows = 1
     for i in range(0, box.shape[0], rows):
         count = min(rows, box.shape[0] - i)
         first = begin + i * row_bytes + inner_low
         yield first, first + (count - 1) * row_bytes + inner_high - inner_low, out[i : i + count]
+
+
+def largest_gap(box: Box, chunk_shape: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes of the largest gap between two contiguous runs of a box in a chunk."""
+    gap, held, stride = 0, itemsize, itemsize
+    for length, edge in zip(reversed(box.shape), reversed(chunk_shape), strict=True):
+        if length > 1:
+            gap = max(gap, stride - held)
+        held += (length - 1) * stride
+        stride *= edge
+    return gap
 
 
 def view_in_chunk(

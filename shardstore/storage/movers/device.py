@@ -44,9 +44,10 @@ def stream_of(device: torch.device) -> torch.Stream | None:
     return None if module is None else module.current_stream(device)
 
 
-def streams_of(values: Iterable[object]) -> list[torch.Stream | None]:
-    """Return this thread's current stream of each device that a tensor among the values is on."""
-    return [stream_of(device) for device in {v.device for v in values if torch.is_tensor(v)}]
+def streams_of(values: Iterable[Any]) -> list[torch.Stream | None]:
+    """Return this thread's current stream of each device that a tensor among the values is on, or
+    that such a value writes to."""
+    return [stream_of(device) for device in {v.device for v in values if hasattr(v, "is_cpu")}]
 
 
 @contextmanager

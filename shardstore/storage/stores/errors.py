@@ -113,6 +113,10 @@ def scrub(error: BaseException) -> None:
         seen.add(id(one))
         waiting += [one.__cause__, one.__context__]
         vars(one).pop("doc", None)  # of a JSONDecodeError: what a credential_process printed
+        asked: Any = getattr(one, "request_info", None)
+        if hasattr(asked, "real_url"):  # of aiohttp: it repeats the query string
+            url = asked.url.with_query(None)
+            vars(one)["request_info"] = asked._replace(url=url, real_url=url, headers={})
         response = getattr(one, "response", None)
         if isinstance(response, dict) and isinstance(response.get("Error"), dict):
             said = response["Error"]

@@ -419,7 +419,10 @@ class RemoteStore:
         try:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # concurrent first requests would each create a session
-                    self.s3_settings()
+                    if hasattr(self.fs, "_call_s3"):
+                        self.s3_settings()
+                    else:
+                        sync(self.fs.loop, self.fs.set_session, timeout=seconds)
             left = max(0.01, deadline - time.monotonic())  # fsspec takes 0 for no limit
             found = sync(self.fs.loop, call, *args, timeout=left, **kwargs)
         except FSTimeoutError:

@@ -1,0 +1,401 @@
+"""Loads tensors from safetensors files into the state dicts of all ranks.
+
+One rank reads the headers for all. Each rank plans the regions of its shards and reads them. An
+error of any rank is raised on every rank at the end of each step, before a tensor changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+import torch
+
+from shardstore.dict_utils import nested_values, shaped_like, united
+from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.groups import Group, gathered
+from shardstore.dtensor.adoption import shard_for_load
+from shardstore.errors import ArgumentError, MissingKeyError
+from shardstore.hf.files import WeightFiles
+from shardstore.hf.rules import SCALE_SUFFIX, Rule, Scaled, Source, Sources
+from shardstore.hf.urls import locate, shown_url
+from shardstore.loading.context import LoadContext
+from shardstore.loading.plan import (
+    HostRead,
+    ReadPlan,
+    assemble,
+    elements_of,
+    missing_key,
+    plan_reads,
+    with_destinations,
+)
+from shardstore.loading.read import read_chunks
+from shardstore.loading.replicas import Offer, agree
+from shardstore.loading.run import LoadCall, restricted_to
+from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, apply_factory_merges
+from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
+from shardstore.state_dict_utils import load_preprocess, number_lists
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
+from shardstore.storage.format.grid import Box, grid_of
+from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.stores.location import Location
+from shardstore.utils import extract_sharded_base
+from shardstore.validation import StrictHandling, report_keys
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Size of the parts of a tensor that the ranks of a replica group read and send."""
+
+Names: TypeAlias = Mapping[str, str] | Callable[[str], str]
+"""Key in the state dict -> name in the files, as a mapping of those that differ or a function."""
+
+
+def load(
+    state_dict: StateDict,
+    place: Any,
+    *,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    cast: bool | Literal["warn"] = False,
+    names: Names | None = None,
+    rules: Mapping[str, Rule] | None = None,
+    dequantize: Sequence[int] | None = (128, 128),
+    process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    map_location: str | torch.device | None = None,
+    replica_group: Any = None,
+    share_replicas: str = "auto",
+    exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    progress: ProgressCallback | Literal["bar"] | None = None,
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """Load the tensors of a model from safetensors files, under any layout.
+
+    Every rank calls it with its own state dict, and waits for the others. One rank reads the index
+    and the headers for all. Each rank reads the byte ranges of its shards only, directly into the
+    given tensors if their memory has the layout of the file.
+
+    Args:
+        state_dict: nested dicts and lists with DTensors, plain tensors, and Megatron-Core's sharded
+            tensors and factories. The key of a DTensor or plain tensor is its path, joined by dots.
+            Other values stay as they are.
+        place: path or URL of a folder, a ``.safetensors`` file or an index: ``s3://bucket/model``,
+            ``hf://org/model@revision``, ``https://host/model``. From a web server, which lists no
+            names, ``model.safetensors.index.json`` or ``model.safetensors`` is read.
+        strict: what to do about keys that only the files or only the state dict has, see
+            :class:`~shardstore.validation.StrictHandling`. A key that the files lack is loaded with
+            another key if both are the same tensor, as tied weights are.
+        cast: see :func:`shardstore.load`.
+        names: the names in the files, as key -> name or a function of the key; by default the keys.
+        rules: template of a name -> how the tensor is made of stored tensors, see
+            :mod:`shardstore.hf.rules`. The first that matches counts.
+        dequantize: shape of the blocks of float8 weights whose scales are stored as
+            ``<name>_scale_inv``. A tensor of another data type than float8 gets the values times
+            their scales. ``None``: the scales are tensors like others.
+        process_group: see :func:`shardstore.load`.
+        storage_options: see :func:`shardstore.save`; for ``hf://``, ``token``.
+        map_location: see :func:`shardstore.load`.
+        replica_group: see :func:`shardstore.load`.
+        share_replicas: see :func:`shardstore.load`.
+        exchange_budget_bytes: see :func:`shardstore.load`.
+        progress: see :func:`shardstore.load`.
+
+    Returns:
+        The state dict with the loaded tensors. With a ``RETURN_*`` mode, a tuple of this, the
+        missing names and the unexpected keys.
+
+    Raises:
+        NotACheckpointError: the place holds no safetensors file, or several without an index.
+        DamagedCheckpointError: a file is damaged, or does not match the index.
+        MissingKeyError, ShapeMismatchError, DTypeMismatchError: names, shapes or data types of
+            files and state dict differ.
+        ArgumentError: an argument has a wrong type or value, or two keys have the same name.
+        StorageError: the store failed.
+        RanksError: another rank failed, or did not answer in time.
+    """
+    given, started = locals(), perf_counter()
+    call = _Call(
+        sharded_state_dict=given.pop("state_dict"),
+        checkpoint_dir=given.pop("place"),
+        stored_metadata=lambda *_: {},
+        **given,
+    )
+    ranks, url = Ranks.of(process_group), shown_url(place)
+    callback = callback_of(progress, shows=ranks.is_coordinator)
+    with metered("load", url, callback) as meter, collector_paused():
+        found = _Loading(call, ranks, f"loading {url}").run(meter)
+    if ranks.is_coordinator:
+        seconds, size = perf_counter() - started, meter.now.bytes_total
+        text = f"{url}: loaded, {size} bytes on rank {ranks.rank} in {seconds:.3f} s"
+        world = ranks.world_size
+        log_event(logger, "load", text, url=url, bytes=size, seconds=seconds, world_size=world)
+    return found if StrictHandling.requires_returning_mismatch_keys(call.mode) else found[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class _Call(LoadCall):
+    """The arguments of :func:`load` on one rank."""
+
+    names: Names | None
+    rules: Mapping[str, Rule] | None
+    dequantize: Sequence[int] | None
+
+    def sources(self, files: WeightFiles) -> Sources:
+        """Return the tensors in the files, as the rules see them."""
+        block = None if self.dequantize is None else tuple(self.dequantize)
+        return Sources(files.arrays, files.location.url, self.rules or {}, block)
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a key in the files."""
+        if self.names is None:
+            return key
+        return self.names.get(key, key) if isinstance(self.names, Mapping) else self.names(key)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A state dict, split.
+
+    Attributes:
+        wanted: its sharded tensors.
+        kept: its other values.
+        factories: its factories, for the merge.
+    """
+
+    wanted: ShardedStateDict
+    kept: StateDict
+    factories: StateDict
+
+    @classmethod
+    def of(cls, state: ShardedStateDict) -> _Request:
+        """Split a state dict."""
+        wanted, local, factories = load_preprocess(state)
+        wanted, common = extract_sharded_base(wanted)
+        return cls(wanted, united(common, local), factories)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The files, as the reader of a load sees a checkpoint."""
+
+    location: Location
+    arrays: Mapping[str, Any]
+    read: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """One load on one rank.
+
+    Attributes:
+        call: the arguments.
+        ranks: the ranks of the load.
+        what: the operation, for error texts.
+    """
+
+    call: _Call
+    ranks: Ranks
+    what: str
+
+    def run(self, meter: Meter) -> tuple[StateDict, set[str], set[str]]:
+        """Load, and return the state dict, the missing and the unexpected keys."""
+        step = partial(self.ranks.step, self.what)
+        (location, offered, state), answer = step(
+            self._prepare,
+            lambda prepared: pickle.dumps((prepared[0].url, prepared[1])),
+            self._open,
+        )
+        files, apart = pickle.loads(answer)
+        files.location = replace(files.location, options=location.options)
+        shares = offered is not None and offered[2] and offered[0] not in apart
+        match, answer = step(
+            lambda: self._find(state, self.call.sources(files)),
+            self._used,
+            lambda reports: pickle.dumps(set().union(*map(pickle.loads, reports))),
+        )
+        used: set[str] = pickle.loads(answer)
+        (wanted, plan, *mismatch), _ = step(lambda: self._plan(match, files, used))
+        group = self.call.replica_group if shares else None
+        read, _ = step(lambda: self._read(match, wanted, plan, files, group, meter))
+        missing, unexpected = mismatch
+        shaped = cast(StateDict, shaped_like(self.call.sharded_state_dict, read))
+        return shaped, missing, unexpected
+
+    def _prepare(self) -> tuple[Location, Offer, ShardedStateDict]:
+        """Check the arguments, and describe every tensor of the state dict."""
+        location = locate(self.call.checkpoint_dir, self.call.storage_options)
+        offered = self.call.checked_offer(location)
+        names = self.call.names
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise ArgumentError(f"names={names!r:.100} must be a mapping or a function")
+        state, _ = number_lists(shard_for_load(self.call.sharded_state_dict), built=False)
+        return location, offered, state
+
+    def _open(self, reports: Sequence[bytes]) -> bytes:
+        """Read the headers for all ranks. The coordinator calls it."""
+        urls, offers = zip(*map(pickle.loads, reports), strict=True)
+        if len(set(urls)) > 1:
+            raise ArgumentError(f"{self.what}: the ranks give different places: {set(urls)}")
+        apart = agree(dict(zip(self.ranks.members, offers, strict=True)), urls[0])
+        location = locate(self.call.checkpoint_dir, self.call.storage_options)
+        return pickle.dumps((WeightFiles.open(location), apart))
+
+    def _find(self, state: ShardedStateDict, sources: Sources) -> _Match:
+        """Find the source of each key.
+
+        Raises:
+            MissingKeyError: the files lack a key, and the mode does not compare keys.
+        """
+        request = _Request.of(state)
+        found: dict[str, Source] = {}
+        lost: dict[str, str] = {}
+        of_name: dict[str, str] = {}
+        for entry in nested_values(request.wanted):
+            key = entry.key
+            if key in found or key in lost:
+                continue
+            name = self.call.name_of(key)
+            if of_name.setdefault(name, key) != key:
+                raise ArgumentError(
+                    f"{self.what}: names= gives the keys {of_name[name]!r} and {key!r} the same "
+                    f"name {name!r}; give each its own",
+                    key=key,
+                )
+            try:
+                if isinstance(entry, ShardedTensor):
+                    found[key] = sources.of(name, entry.dtype)
+                else:
+                    lost[key] = f"{name} (an object, which safetensors files do not hold)"
+            except MissingKeyError as error:
+                lost[key] = str(error.key)
+        held = {_memory(t): t.key for t in nested_values(request.wanted) if t.key in found}
+        tied = {
+            t.key for t in nested_values(request.wanted) if t.key in lost and _memory(t) in held
+        }
+        unexpected = set(lost) - tied
+        if unexpected and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.call.mode):
+            name = next(name for key, name in lost.items() if key in unexpected)
+            more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
+            raise missing_key(name, sources.arrays, sources.url, more)
+        if unexpected:
+            request = _Request.of(restricted_to(state, {*found, *tied}))
+        return _Match(request, found, tied, unexpected)
+
+    def _used(self, match: _Match) -> bytes:
+        """Return a report of the stored tensors that this rank uses, if a mode needs it."""
+        compares = self.call.compares_all
+        return pickle.dumps({k for s in match.sources.values() for k in s.keys if compares})
+
+    def _plan(
+        self, match: _Match, files: WeightFiles, used: set[str]
+    ) -> tuple[ShardedStateDict, ReadPlan, set[str], set[str]]:
+        """Compare the keys in the mode of ``strict``, and plan the reads.
+
+        Returns:
+            The wanted tensors, the plan, the missing and the unexpected keys.
+        """
+        mode, wanted = self.call.mode, match.request.wanted
+        missing = set(files.arrays) - used if self.call.compares_all else set[str]()
+        report_keys(mode, missing, match.unexpected)
+        if self.call.device is not None:
+            wanted = with_destinations(wanted, self.call.device)
+        tensors = [t for t in nested_values(wanted) if t.key not in match.tied]
+        arrays = {k: array_of_one_chunk(k, s.shape, s.dtype) for k, s in match.sources.items()}
+        plan = plan_reads(tensors, arrays, files.location.url, cast=self.call.cast)
+        for one in plan.values():
+            one.regions = [
+                (HostRead if isinstance(out, Scaled) else type(region))(array, box, out)
+                for region in one.regions
+                for array, box, out in match.sources[region.array.key].regions(
+                    region.box, region.out
+                )
+            ]
+        if mode is StrictHandling.IGNORE_ALL:
+            return wanted, plan, set(), set()
+        return wanted, plan, missing, match.unexpected
+
+    def _read(
+        self,
+        match: _Match,
+        wanted: ShardedStateDict,
+        plan: ReadPlan,
+        files: WeightFiles,
+        group: Group,
+        meter: Meter,
+    ) -> StateDict:
+        """Read the planned regions, and put the tensors into the state dict."""
+        arrays = dict(files.arrays)
+        if group is not None:
+            _fit_grids(arrays, plan, group)
+        context = LoadContext(
+            stored=cast(Any, _Stored(files.location, arrays, files.read)),
+            cast=self.call.cast,
+            budget_bytes=self.call.exchange_budget_bytes,
+            group=group,
+            meter=meter,
+        )
+        read_chunks(context, _part(plan, scaled=False))
+        if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
+            read_chunks(context, _part(plan, scaled=True))
+        tied = {id(t): t.data for t in nested_values(wanted) if t.key in match.tied}
+        loaded = assemble(plan, wanted, files.location.url, tied)
+        state = united(match.request.kept, loaded)
+        return apply_factory_merges(state, match.request.factories)
+
+
+class _Match(NamedTuple):
+    """The sources of this rank's keys.
+
+    Attributes:
+        request: the state dict without unexpected keys.
+        sources: key -> its source.
+        tied: keys that the files lack, whose tensors have the memory of other keys.
+        unexpected: all other keys that the files lack.
+    """
+
+    request: _Request
+    sources: dict[str, Source]
+    tied: set[str]
+    unexpected: set[str]
+
+
+def _memory(entry: Any) -> object:
+    """Return the identity of a tensor's memory; unique if it has none."""
+    data = getattr(entry, "data", None)
+    has_memory = isinstance(data, torch.Tensor) and data.data_ptr() and not data.is_meta
+    return elements_of(cast(torch.Tensor, data)) if has_memory else object()
+
+
+def _part(plan: ReadPlan, *, scaled: bool) -> ReadPlan:
+    """Return the plan for the regions that are scaled, or for those that are not."""
+    return {
+        key: replace(
+            one,
+            regions=[r for r in one.regions if isinstance(r.out, Scaled) == scaled],
+            is_padded=one.is_padded and not scaled,
+        )
+        for key, one in plan.items()
+    }
+
+
+def _fit_grids(arrays: dict[str, ArrayMeta], plan: ReadPlan, group: Group) -> None:
+    """Cut the stored tensors into chunks that fit the regions of a group's ranks, in place. Every
+    rank of the group calls it and waits for all."""
+    regions = [region for one in plan.values() for region in one.regions]
+    boxes: dict[str, set[Box]] = {}
+    for wanted in gathered([(region.array.key, region.box) for region in regions], group):
+        for key, box in wanted:
+            boxes.setdefault(key, set()).add(box)
+    for key, found in boxes.items():
+        meta = arrays[key]
+        size = dtypes.itemsize(meta.dtype)
+        grid, _, _ = grid_of(meta.shape, sorted(found), size, CHUNK_BYTES)
+        arrays[key] = replace(meta, grid=grid)
+    for region in regions:
+        region.array = arrays[region.array.key]

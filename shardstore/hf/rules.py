@@ -1,0 +1,368 @@
+"""Rules: how a tensor of a state dict is made of the tensors in the files.
+
+A rule is the name of a stored tensor, or a composition of rules. Names are templates: a field such
+as ``{layer}`` has the value that it has in the key of the tensor::
+
+    rules = {
+        "layers.{layer}.mlp.experts.gate_up": stack(
+            concat("layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+                   "layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
+            over="expert",
+        ),
+        "layers.{layer}.attention.q": part("layers.{layer}.attention.qkv.weight", 0, (8, 2, 2)),
+    }
+
+A composition maps each box of its result to boxes of stored tensors, so a rank reads only the bytes
+of its shards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+
+from shardstore.errors import (
+    ArgumentError,
+    DTypeMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+)
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Shape
+
+SCALE_SUFFIX = "_scale_inv"
+SCALED_ELEMENTS = 1024 * 1024
+"""Number of elements that are multiplied by their scales at a time."""
+
+Regions: TypeAlias = Iterator[tuple[ArrayMeta, Box, Any]]
+"""Regions of stored tensors, each with its destination."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor that is made of stored tensors.
+
+    Attributes:
+        shape: its shape.
+        dtype: Zarr name of its data type.
+        keys: names of the stored tensors.
+        regions: returns the regions of stored tensors that fill an array or tensor with a box.
+    """
+
+    shape: Shape
+    dtype: str
+    keys: frozenset[str]
+    regions: Callable[[Box, Any], Regions]
+
+
+Fields: TypeAlias = Mapping[str, str]
+Rule: TypeAlias = "str | Callable[[Fields, Sources], Source]"
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+def concat(*rules: Rule, axis: int = 0, groups: int = 1) -> Rule:
+    """Return the rule for tensors that are joined along an axis, as in fused QKV weights.
+
+    Args:
+        *rules: the parts, in order.
+        axis: the axis.
+        groups: number of equal groups into which each part is cut. The result has the first group
+            of each part, then the second of each. Megatron-Core's fused QKV has a group for each
+            key-value head.
+    """
+
+    def made(fields: Fields, sources: Sources) -> Source:
+        parts = [sources.made(rule, fields) for rule in rules]
+        sizes = [_even(part.shape[axis], groups, part) for part in parts]
+        runs = [(p, n * g, n) for g in range(groups) for p, n in zip(parts, sizes, strict=True)]
+        return _joined(axis, runs)
+
+    return made
+
+
+def part(rule: Rule, number: int, sizes: Sequence[int], *, axis: int = 0, groups: int = 1) -> Rule:
+    """Return the rule for one part of a fused tensor, the reverse of :func:`concat`.
+
+    Args:
+        rule: the fused tensor.
+        number: position of the part among the parts.
+        sizes: sizes of all parts along the axis, or their ratio, as numbers of heads.
+        axis: the axis.
+        groups: see :func:`concat`.
+    """
+
+    def made(fields: Fields, sources: Sources) -> Source:
+        whole = sources.made(rule, fields)
+        unit = _even(whole.shape[axis], groups * sum(sizes), whole)
+        first, length = unit * sum(sizes[:number]), unit * sizes[number]
+        starts = (group * unit * sum(sizes) + first for group in range(groups))
+        return _joined(axis, [(whole, start, length) for start in starts])
+
+    return made
+
+
+def stack(rule: Rule, over: str) -> Rule:
+    """Return the rule for tensors that are stacked along a new first axis, as in grouped experts.
+
+    Args:
+        rule: the tensors.
+        over: the field that has the values 0, 1, 2, ... as long as such tensors are stored.
+    """
+
+    def made(fields: Fields, sources: Sources) -> Source:
+        found: list[Source] = []
+        try:
+            while True:
+                found.append(sources.made(rule, {**fields, over: str(len(found))}))
+        except MissingKeyError:
+            if not found:
+                raise
+        layers = (
+            _viewed(one, (1, *one.shape), lambda values, _: values[1:], lambda out: out[0, ...])
+            for one in found
+        )
+        return _joined(0, [(layer, 0, 1) for layer in layers])
+
+    return made
+
+
+def index(rule: Rule, at: str | int) -> Rule:
+    """Return the rule for one element of the first axis, the reverse of :func:`stack`.
+
+    Args:
+        rule: the stacked tensor.
+        at: position along its first axis; a text is a template.
+    """
+
+    def made(fields: Fields, sources: Sources) -> Source:
+        whole = sources.made(rule, fields)
+        position = int(str(at).format_map(fields))
+        if position >= whole.shape[0]:
+            key = f"{min(whole.keys)}[{position}]"
+            raise MissingKeyError(f"{key!r} is not stored in {sources.url}", key=key)
+
+        def moved(values: Shape, length: int) -> Shape:
+            return (length or position, *values)
+
+        return _viewed(whole, whole.shape[1:], moved, lambda out: out[None, ...])
+
+    return made
+
+
+def transposed(rule: Rule) -> Rule:
+    """Return the rule for a tensor whose last two axes are exchanged."""
+
+    def made(fields: Fields, sources: Sources) -> Source:
+        whole = sources.made(rule, fields)
+        shape = _exchanged(whole.shape)
+        return _viewed(whole, shape, _exchanged, lambda out: out.swapaxes(-1, -2))
+
+    return made
+
+
+def _even(size: int, parts: int, source: Source) -> int:
+    """Return the size of one of equal parts."""
+    if parts < 1 or size % parts:
+        key = sorted(source.keys)[0]
+        raise ShapeMismatchError(
+            f"key {key!r} has shape {source.shape}, and {size} elements are not {parts} equal "
+            "parts; correct the sizes or groups of the rule",
+            key=key,
+        )
+    return size // parts
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The tensors in the files, and the rules.
+
+    Attributes:
+        arrays: name -> stored tensor.
+        url: URL of the files, for error texts.
+        rules: template of a key -> rule.
+        block_shape: shape of the blocks that have one scale; ``None``: scales are not applied.
+    """
+
+    arrays: Mapping[str, ArrayMeta]
+    url: str
+    rules: Mapping[str, Rule]
+    block_shape: tuple[int, ...] | None
+
+    def of(self, key: str, dtype: torch.dtype) -> Source:
+        """Return the source of a tensor of the state dict.
+
+        Raises:
+            MissingKeyError: a stored tensor is missing.
+        """
+        fields: Fields = {"": dtypes.zarr_name(dtype)}
+        for template, rule in self.rules.items():
+            if found := _pattern(template).fullmatch(key):
+                return self.made(rule, {**fields, **found.groupdict()})
+        return self._stored(key, fields[""])
+
+    def made(self, rule: Rule, fields: Fields) -> Source:
+        """Return the source that a rule describes."""
+        if not isinstance(rule, str):
+            return rule(fields, self)
+        try:
+            return self._stored(rule.format_map(fields), fields[""])
+        except KeyError as error:
+            if isinstance(error, MissingKeyError):
+                raise
+            raise ArgumentError(
+                f"the rule {rule!r} has the field {error}, which its key does not have; a key such "
+                "as 'layers.{layer}.weight' gives the value of {layer}"
+            ) from None
+
+    def _stored(self, key: str, dtype: str) -> Source:
+        if key not in self.arrays:
+            raise MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
+        array, scale = self.arrays[key], self.arrays.get(key + SCALE_SUFFIX)
+        if not array.dtype.startswith("float8") or dtype.startswith("float8"):
+            return _stored(array)
+        if scale is None or self.block_shape is None:
+            return _stored(array)
+        return _quantised(array, scale, self.block_shape, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _pattern(template: str) -> re.Pattern[str]:
+    """Return the pattern of the keys of a template."""
+    texts = re.split(r"\{(\w+)\}", template)
+    return re.compile(
+        "".join(f"(?P<{t}>[^.]+)" if n % 2 else re.escape(t) for n, t in enumerate(texts))
+    )
+
+
+# -- sources ---------------------------------------------------------------------------------------
+
+
+def _stored(array: ArrayMeta) -> Source:
+    """Return a stored tensor."""
+    keys = frozenset([array.key])
+    return Source(array.shape, array.dtype, keys, lambda box, out: iter([(array, box, out)]))
+
+
+def _joined(axis: int, runs: Sequence[tuple[Source, int, int]]) -> Source:
+    """Return runs of sources (source, start, length), joined along an axis."""
+    one = runs[0][0]
+    axis %= len(one.shape)
+    keys = one.keys.union(*(source.keys for source, _, _ in runs))
+    for source, _, _ in runs:
+        if (source.dtype, _with(source.shape, axis, 0)) != (one.dtype, _with(one.shape, axis, 0)):
+            kind = ShapeMismatchError if source.dtype == one.dtype else DTypeMismatchError
+            raise kind(
+                f"keys {sorted(keys)[:4]} have shapes {one.shape} and {source.shape} and data "
+                f"types {one.dtype} and {source.dtype}, and do not fit together along axis {axis}; "
+                "correct the rule",
+                key=min(keys),
+            )
+
+    def regions(box: Box, out: Any) -> Regions:
+        start, stop, position = box.offset[axis], box.end[axis], 0
+        for source, first, length in runs:
+            low, high = max(start, position), min(stop, position + length)
+            if low < high:
+                offset = _with(box.offset, axis, first + low - position)
+                inner = Box(offset, _with(box.shape, axis, high - low))
+                held = Box(_with((0,) * len(offset), axis, low - start), inner.shape)
+                yield from source.regions(inner, out[(..., *held.slices)])
+            position += length
+
+    shape = _with(one.shape, axis, sum(length for _, _, length in runs))
+    return Source(shape, one.dtype, keys, regions)
+
+
+def _viewed(
+    source: Source, shape: Shape, moved: Callable[[Shape, int], Shape], view: Callable[[Any], Any]
+) -> Source:
+    """Return a source in another shape.
+
+    Args:
+        source: the source.
+        shape: the other shape.
+        moved: turns the offset of a box (with 0) and its shape (with 1) into those of the source.
+        view: turns a destination into one of the shape of the source.
+    """
+
+    def regions(box: Box, out: Any) -> Regions:
+        return source.regions(Box(moved(box.offset, 0), moved(box.shape, 1)), view(out))
+
+    return Source(shape, source.dtype, source.keys, regions)
+
+
+def _exchanged(values: Shape, _: int = 0) -> Shape:
+    return (*values[:-2], values[-1], values[-2])
+
+
+def _with(values: Shape, axis: int, value: int) -> Shape:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> Source:
+    """Return a stored tensor whose blocks are multiplied by scales (DeepSeek-V3, "FP8 Weights")."""
+    edges = (1,) * (len(array.shape) - len(block)) + tuple(block)
+    counts = tuple(-(-n // edge) for n, edge in zip(array.shape, edges, strict=False))
+    if scale.shape != counts or len(edges) != len(array.shape):
+        raise ShapeMismatchError(
+            f"key {array.key!r} of shape {array.shape} in blocks of {block} has {counts} scales, "
+            f"but {scale.key!r} has shape {scale.shape}; give dequantize= the shape of a block "
+            "(weight_block_size in config.json), or None",
+            key=array.key,
+        )
+
+    def regions(box: Box, out: Any) -> Regions:
+        blocks = [
+            torch.arange(offset, offset + length) // edge
+            for offset, length, edge in zip(*box, edges, strict=True)
+        ]
+        first = tuple(int(one[0]) for one in blocks)
+        count = tuple(int(one[-1]) + 1 - n for one, n in zip(blocks, first, strict=True))
+        scales = torch.empty(count, dtype=dtypes.torch_dtype(scale.dtype))
+        yield scale, Box(first, count), dtypes.as_numpy(scales)
+        target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
+        inner = [one - n for one, n in zip(blocks, first, strict=True)]
+        yield array, box, Scaled(target, scales, inner)
+
+    return Source(array.shape, dtype, frozenset([array.key, scale.key]), regions)
+
+
+class Scaled:
+    """The destination of quantised values: a tensor that gets the values times their scales.
+
+    Args:
+        out: the tensor.
+        scales: the scale of each block.
+        blocks: for each axis the number of the block of each position.
+    """
+
+    def __init__(
+        self, out: torch.Tensor, scales: torch.Tensor, blocks: Sequence[torch.Tensor]
+    ) -> None:
+        self._out, self._scales, self._blocks = out, scales, blocks
+        self.shape, self.nbytes = out.shape, out.nbytes
+        self.device, self.is_cpu = out.device, out.is_cpu
+
+    def __getitem__(self, where: Any) -> Scaled:
+        """Return a part: an ellipsis, and a slice for each axis."""
+        slices = where[1:]
+        blocks = [block[one] for block, one in zip(self._blocks, slices, strict=True)]
+        return Scaled(self._out[where], self._scales, blocks)
+
+    def copy_(self, values: torch.Tensor) -> None:
+        """Fill the tensor with scaled values."""
+        rows = max(1, SCALED_ELEMENTS * len(values) // max(1, values.numel()))
+        for start in range(0, len(values), rows):
+            part = slice(start, start + rows)
+            scales = self._scales.float()
+            for axis, block in enumerate(self._blocks):
+                scales = scales.index_select(axis, block[part] if axis == 0 else block)
+            self._out[part].copy_(values[part].float() * scales)

@@ -1,0 +1,94 @@
+"""The location of a model: a path or URL, also of the Hugging Face Hub and of web servers.
+
+Passwords and query strings of a URL become storage options, so that no error text shows them.
+"""
+
+from __future__ import annotations
+
+import os
+from base64 import b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+from shardstore.errors import ArgumentError
+from shardstore.storage.stores.errors import keep_quiet_about
+from shardstore.storage.stores.location import Location, shown
+
+HUB = "https://huggingface.co"
+_KINDS = ("datasets", "spaces")
+
+
+def shown_url(place: object) -> str:
+    """Return a path or URL for error texts and logs, without credentials."""
+    text = shown(place)
+    return text.partition("?")[0] if _is_web(text) else text
+
+
+def _is_web(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
+
+
+def locate(place: Any, options: Mapping[str, Any] | None = None) -> Location:
+    """Return the location of a model.
+
+    Args:
+        place: path or URL of a folder, a safetensors file or an index. ``hf://org/model@revision``
+            is a repository of the Hub (``HF_ENDPOINT``, ``HF_TOKEN``).
+        options: storage options of fsspec; ``token`` is that of the Hub.
+
+    Raises:
+        ArgumentError: ``place`` is neither a path nor a supported URL.
+    """
+    url = os.fspath(place) if isinstance(place, str | os.PathLike) else place
+    if isinstance(url, str) and url.lower().startswith("hf://"):
+        url, options = _of_hub(url[len("hf://") :], Location.of(".", options).options)
+    if not isinstance(url, str) or not _is_web(url):
+        return Location.of(place, options)
+    parts, given = urlsplit(url), dict(Location.of(".", options).options)
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    keep_quiet_about({"username": user, "password": password}, parts.query, *query.values())
+    if user:
+        given = _with_header(given, f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}")
+    if query:
+        given["params"] = query
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
+    return Location.of(bare.geturl(), given)
+
+
+def _with_header(options: Mapping[str, Any], authorization: str) -> dict[str, Any]:
+    """Return options with a header that no log shows."""
+    keep_quiet_about({}, authorization)
+    return {**options, "headers": {**options.get("headers", {}), "Authorization": authorization}}
+
+
+def _of_hub(name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the URL of a repository's files (Hugging Face Hub documentation, "Download files"),
+    and the options with the token as a header."""
+    kind, _, rest = name.partition("/")
+    above = f"{kind}/" if kind in _KINDS else ""
+    owner, _, rest = (rest if above else name).strip("/").partition("/")
+    repository, _, inner = rest.partition("/")
+    repository, _, revision = repository.partition("@")
+    if revision == "refs":  # such as refs/pr/1
+        ref, number, *names = [*inner.split("/"), "", ""]
+        revision, inner = f"refs/{ref}/{number}", "/".join(filter(None, names))
+    if not owner or not repository:
+        raise ArgumentError(f"hf://{name!r:.100} names no model; give hf://org/model@revision")
+    endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    given = dict(options)
+    token = given.pop("token", None) or os.environ.get("HF_TOKEN") or _kept_token()
+    if token:
+        keep_quiet_about({"token": token})
+        given = _with_header(given, f"Bearer {token}")
+    url = f"{endpoint}/{above}{owner}/{repository}/resolve/{quote(revision or 'main', safe='')}"
+    return f"{url}/{inner}".rstrip("/"), given
+
+
+def _kept_token() -> str:
+    """Return the token that ``hf auth login`` keeps; empty without one."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    path = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""

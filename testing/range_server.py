@@ -1,0 +1,153 @@
+"""A web server for the files of a folder, which reads ranges; it may demand credentials, redirect,
+and answer as the Hugging Face Hub does.
+
+``/ORG/MODEL/resolve/REVISION/NAME`` of the Hub is redirected to ``/cdn/NAME`` with a signature.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+SIGNATURE = "signature-of-the-network"
+
+
+@dataclass
+class RangeServer:
+    """A running server.
+
+    Attributes:
+        folder: its files, below ``/model``.
+        url: ``http://127.0.0.1:port``.
+        user, password: of basic authentication, if demanded.
+        query: the query string that a request must have.
+        token: the token that requests to the Hub must have.
+        revision: the only revision of the Hub's repository.
+        ignores_ranges: whole files are sent.
+        requests: method, path and range of each request.
+    """
+
+    folder: Path
+    url: str = ""
+    user: str = ""
+    password: str = ""
+    query: str = ""
+    token: str = ""
+    revision: str = "main"
+    ignores_ranges: bool = False
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def sent_bytes(self, suffix: str) -> int:
+        """Bytes of the ranges asked for of files whose names end so."""
+        spans = [
+            re.fullmatch(r"bytes=(\d+)-(\d+)", part)
+            for method, path, part in self.requests
+            if method == "GET" and path.endswith(suffix)
+        ]
+        return sum(int(found[2]) + 1 - int(found[1]) for found in spans if found)
+
+
+@contextmanager
+def range_server(folder: Path) -> Iterator[RangeServer]:
+    """Serve a folder."""
+    about = RangeServer(folder)
+
+    class Handler(_Handler):
+        server_about = about
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    about.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield about
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_about: RangeServer
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+    def _answer(self, *, with_body: bool) -> None:
+        about, parts = self.server_about, urlsplit(self.path)
+        path, asked = unquote(parts.path), self.headers.get("Range", "")
+        about.requests.append((self.command, path, asked))
+        if found := re.fullmatch(r"/org/tiny/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
+            self._of_hub(*found.groups())
+            return
+        is_hub = path.startswith("/cdn/")
+        if is_hub and (parts.query != f"sig={SIGNATURE}" or "Authorization" in self.headers):
+            self._end(403)
+            return
+        if not is_hub and not self._is_allowed(parts.query):
+            self._end(401)
+            return
+        name = path.removeprefix("/cdn/").removeprefix("/model/")
+        file = about.folder / name
+        if "/" in name or not file.is_file():
+            self._end(404)
+            return
+        self._send(file.read_bytes(), asked, with_body)
+
+    def _is_allowed(self, query: str) -> bool:
+        about = self.server_about
+        expected = base64.b64encode(f"{about.user}:{about.password}".encode()).decode()
+        if about.user and self.headers.get("Authorization") != f"Basic {expected}":
+            return False
+        return parse_qsl(query) == parse_qsl(about.query)
+
+    def _of_hub(self, revision: str, name: str) -> None:
+        about = self.server_about
+        if about.token and self.headers.get("Authorization") != f"Bearer {about.token}":
+            self._end(401)
+        elif revision != about.revision or not (about.folder / name).is_file():
+            self._end(404)
+        else:
+            port = about.url.rpartition(":")[2]
+            target = f"http://localhost:{port}/cdn/{name}?sig={SIGNATURE}"
+            self._end(302, {"Location": target})
+
+    def _send(self, data: bytes, asked: str, with_body: bool) -> None:
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked)
+        headers, status = {"ETag": f'"{len(data)}"'}, 200
+        if found and not self.server_about.ignores_ranges:
+            start, stop = int(found[1]), min(int(found[2]) + 1, len(data))
+            if start >= len(data):
+                self._end(416)
+                return
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+            data, status = data[start:stop], 206
+        self._end(status, headers, data, with_body=with_body)
+
+    def _end(
+        self,
+        status: int,
+        headers: dict[str, str] | None = None,
+        data: bytes = b"",
+        *,
+        with_body: bool = True,
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data)

@@ -1,0 +1,264 @@
+"""Models loaded by four ranks under meshes, with replicas that read once, and with an error on one
+rank that reaches all before a tensor changes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardstore import hf
+from shardstore.errors import CheckpointingException, RanksError
+from shardstore.hf import loading
+from shardstore.hf.rules import concat, part, stack
+from shardstore.mapping import ShardedTensor
+from shardstore.storage.movers.counters import counters
+from testing.range_server import range_server
+from tests.helpers.scenarios import raised, scenarios_of
+
+WORLD = 4
+E, D = 6, 64
+WHOLE: dict[str, torch.Tensor] = {}
+for _name, _shape in {
+    "w": (1000, 64),
+    "cube": (12, 10, 8),
+    "norm": (37,),
+    "q": (64, D),
+    "k": (16, D),
+    "v": (16, D),
+    "qkv": (96, D),
+    **{f"experts.{e}.{n}": (32, D) for e in range(E) for n in ("gate", "up")},
+}.items():
+    _count = torch.Size(_shape).numel()
+    _start = sum(t.numel() for t in WHOLE.values())
+    WHOLE[_name] = torch.arange(_start, _start + _count).reshape(_shape).float()
+EXPERTS = torch.stack(
+    [torch.cat([WHOLE[f"experts.{e}.{n}"] for n in ("gate", "up")]) for e in range(E)]
+)
+RULES = {
+    "experts": stack(concat("experts.{e}.gate", "experts.{e}.up"), over="e"),
+    "fused": concat("q", "k", "v", groups=4),
+    "key": part("qkv", 1, (4, 1, 1)),
+}
+FUSED = torch.cat([WHOLE[n].chunk(4)[g] for g in range(4) for n in "qkv"])
+
+
+def _written(folder: Path, rank: int) -> Path:
+    """The model in three files."""
+    place = folder / "model"
+    if rank == 0:
+        place.mkdir(exist_ok=True)
+        files = {key: f"model-{n % 3}.safetensors" for n, key in enumerate(WHOLE)}
+        for file in set(files.values()):
+            save_file({k: t for k, t in WHOLE.items() if files[k] == file}, place / file)
+        (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    dist.barrier()
+    return place
+
+
+def _empty(whole: torch.Tensor, mesh: Any, placements: Any) -> Any:
+    return distribute_tensor(torch.zeros_like(whole), mesh, placements)
+
+
+def _everywhere() -> list[tuple[Any, Any]]:
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    return [
+        *((flat, [Shard(axis)]) for axis in range(2)),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(1), Shard(0)]),
+        (square, [Shard(0), Shard(0)]),
+        (square, [Shard(0), Replicate()]),
+    ]
+
+
+def any_mesh_and_axis(rank: int, world_size: int, folder: Path) -> None:
+    """Each rank reads no byte but those of its shards, also through rules."""
+    place = _written(folder, rank)
+    expected = {**{k: WHOLE[k] for k in ("w", "cube")}, "experts": EXPERTS}
+    expected |= {"fused": FUSED, "key": WHOLE["qkv"][64:80]}
+    for mesh, placements in _everywhere():
+        state = {key: _empty(whole, mesh, placements) for key, whole in expected.items()}
+        plain = {"norm": torch.zeros(37)}
+        before = counters["bytes_read"]
+        hf.load({"m": state, "p": plain}, place, names=_inner, rules=RULES)
+        read = counters["bytes_read"] - before
+        wanted = 37 * 4
+        for key, whole in expected.items():
+            want = distribute_tensor(whole, mesh, placements).to_local()
+            assert torch.equal(state[key].to_local(), want), (key, placements)
+            wanted += want.nbytes
+        assert torch.equal(plain["norm"], WHOLE["norm"])
+        assert read == wanted, (placements, read, wanted)
+
+
+def _inner(key: str) -> str:
+    return key.partition(".")[2]
+
+
+def expert_parallel(rank: int, world_size: int, folder: Path) -> None:
+    """Two experts of four on each of two ranks, cut along their rows over the other two."""
+    place = _written(folder, rank)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    state = {"experts": _empty(EXPERTS, mesh, [Shard(0), Shard(1)])}
+    hf.load(state, place, rules=RULES, cast=True)
+    want = distribute_tensor(EXPERTS, mesh, [Shard(0), Shard(1)]).to_local()
+    assert torch.equal(state["experts"].to_local(), want)
+
+
+def only_one_rank_reads_the_headers(rank: int, world_size: int, folder: Path) -> None:
+    place = _written(folder, rank)
+    calls = []
+    opened = loading.WeightFiles.open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading.WeightFiles, "open", lambda at: calls.append(at) or opened(at))
+        hf.load({"norm": torch.zeros(37)}, place)
+    assert len(calls) == (rank == 0)
+
+
+def replicas_read_once(rank: int, world_size: int, folder: Path) -> None:
+    """Two groups of two ranks, each of which reads each byte of its shards once; also with casts,
+    rules, quantised weights and small budgets."""
+    place = _written(folder, rank)
+    if rank == 0:
+        quantised = {
+            "f8": WHOLE["w"][:256].to(torch.float8_e4m3fn),
+            "f8_scale_inv": torch.tensor([[2.0], [3.0]]),
+        }
+        save_file(quantised, folder / "f8.safetensors")
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh.get_group("dp")
+    replicate = [Replicate(), Shard(1)]
+    options = {"replica_group": group, "share_replicas": "always"}
+    wanted = {"w": WHOLE["w"], "experts": EXPERTS, "key": WHOLE["qkv"][64:80]}
+    for dtype in (torch.float32, torch.bfloat16):
+        for budget in (40_000, 1 << 28):
+            state = {k: _empty(t.to(dtype), mesh, replicate) for k, t in wanted.items()}
+            before = counters["bytes_read"]
+            hf.load(state, place, rules=RULES, cast=True, exchange_budget_bytes=budget, **options)
+            own = 0
+            for key, whole in wanted.items():
+                want = distribute_tensor(whole.to(dtype), mesh, replicate).to_local()
+                assert torch.equal(state[key].to_local(), want)
+                own += want.numel() * 4
+            found: list[Any] = [None, None]
+            dist.all_gather_object(found, counters["bytes_read"] - before, group=group)
+            assert sum(found) == own
+    state = {"f8": torch.zeros(256, 64, dtype=torch.bfloat16)}
+    hf.load(state, folder / "f8.safetensors", **options)
+    scale = torch.tensor([2.0, 3.0]).repeat_interleave(128)[:, None]
+    assert torch.equal(
+        state["f8"], (WHOLE["w"][:256].to(torch.float8_e4m3fn).float() * scale).bfloat16()
+    )
+
+
+def replicas_that_want_different_parts(rank: int, world_size: int, folder: Path) -> None:
+    place = _written(folder, rank)
+    rows = (0, 500), (100, 700), (0, 1000), (999, 1000)
+    start, stop = rows[rank]
+    data = torch.zeros(stop - start, 64)
+    shard = ShardedTensor("w", data, data.dtype, tuple(data.shape), (1000, 64), (start, 0), None)
+    hf.load({"w": shard}, place, replica_group=dist.group.WORLD, share_replicas="always")
+    assert torch.equal(data, WHOLE["w"][start:stop])
+
+
+def an_error_of_one_rank_reaches_all(rank: int, world_size: int, folder: Path) -> None:
+    """Before any tensor changes."""
+    place = _written(folder, rank)
+    bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"w": torch.zeros(10, 64)}, {}, "shape mismatch"),
+        ({"x": torch.zeros(3)}, {}, "'x' is not in"),
+        ({"w": torch.zeros(1000, 64, dtype=torch.int32)}, {}, "float32"),
+        ({"w": torch.zeros(1, 64).expand(1000, 64)}, {}, "share memory"),
+        ({"w": torch.zeros(1000, 64)}, {"strict": "all"}, "strict"),
+        ({"w": torch.zeros(1000, 64)}, {"cast": "all"}, "cast"),
+        ({"norm": torch.zeros(37)}, {}, "the same name 'norm'"),
+        ({"x": torch.zeros(37)}, {"strict": "raise_unexpected"}, "['x']"),
+        ({"w": torch.zeros(1000, 64)}, {"replica_group": "all"}, "replica_group"),
+    ]
+    for state, options, text in bad:
+        good = torch.zeros(37)
+        names = options.get("names", {"good": "norm"})
+        mine = {"good": good, **state} if rank == 2 else {"good": good}
+        own = {**options, "names": names} if rank == 2 else {"names": {"good": "norm"}}
+        error = raised(partial(hf.load, mine, place, **own))
+        assert (rank == 2) != isinstance(error, RanksError)
+        assert text.lower() in str(error).lower(), (text, str(error))
+        assert not good.any()
+
+
+def a_damaged_model_is_an_error_on_all(rank: int, world_size: int, folder: Path) -> None:
+    place = _written(folder, rank)
+    if rank == 0:
+        path = place / "model-1.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    dist.barrier()
+    data = torch.zeros(37)
+    error = raised(lambda: hf.load({"norm": data}, place))
+    assert "model-1.safetensors is not a complete safetensors file" in str(error)
+    assert not data.any()
+
+
+def ranks_with_different_places(rank: int, world_size: int, folder: Path) -> None:
+    place = _written(folder, rank)
+    other = place if rank else place / "model-2.safetensors"
+    error = raised(lambda: hf.load({"norm": torch.zeros(37)}, other))
+    assert "different places" in str(error)
+
+
+def missing_names_are_those_of_no_rank(rank: int, world_size: int, folder: Path) -> None:
+    place = _written(folder, rank)
+    keys = sorted(WHOLE)[rank::WORLD]
+    state = {key: torch.zeros_like(WHOLE[key]) for key in keys if key != "cube"}
+    own = {**state, f"only-{rank}": torch.zeros(2)}
+    _, missing, unexpected = hf.load(own, place, strict="return_all")
+    assert (missing, unexpected) == ({"cube"}, {f"only-{rank}"})
+    assert all(torch.equal(value, WHOLE[key]) for key, value in state.items())
+
+
+def a_process_group_loads_alone(rank: int, world_size: int, folder: Path) -> None:
+    place = _written(folder, rank)
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        data = torch.zeros(37)
+        hf.load({"norm": data}, place, process_group=group)
+        assert torch.equal(data, WHOLE["norm"])
+
+
+def a_web_server_that_dies_is_an_error_on_all(rank: int, world_size: int, folder: Path) -> None:
+    """On the rank that reads, between the headers and the tensors."""
+    place = _written(folder, rank)
+    with range_server(place) as server:
+        urls: list[Any] = [None] * WORLD
+        dist.all_gather_object(urls, server.url)
+        url = f"{urls[0]}/model"
+        data = torch.zeros(1000, 64)
+        hf.load({"w": data}, url)
+        assert torch.equal(data, WHOLE["w"])
+        if rank == 3:
+            broken = pytest.MonkeyPatch()
+            broken.setattr(loading.WeightFiles, "read", _refuse)
+        error = raised(lambda: hf.load({"w": data}, url))
+        assert "refused" in str(error)
+        if rank == 3:
+            broken.undo()
+        dist.barrier()
+
+
+def _refuse(*_: object) -> None:
+    raise CheckpointingException("refused")
+
+
+SCENARIOS = scenarios_of(globals())
+
+
+def test_scenarios(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)

@@ -1,0 +1,228 @@
+"""Models on web servers, on the Hugging Face Hub and in S3, read by ranges."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardstore import hf
+from shardstore.errors import CheckpointingException, NotACheckpointError, StorageError
+from shardstore.mapping import ShardedTensor
+from shardstore.storage.movers.counters import counters
+from testing.range_server import SIGNATURE, RangeServer, range_server
+from testing.s3_servers import S3Server
+
+SECRET = "a-secret-that-nobody-sees"
+LARGE = torch.arange(3 * 2**20, dtype=torch.float32).reshape(3072, 1024)
+SMALL = {f"norm.{n}": torch.full((64,), float(n)) for n in range(20)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    save_file(SMALL, folder / names[0])
+    save_file({"w": LARGE}, folder / names[1])
+    files = {**dict.fromkeys(SMALL, names[0]), "w": names[1]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+@pytest.fixture
+def web(model: Path) -> Iterator[RangeServer]:
+    with range_server(model) as server:
+        yield server
+
+
+def state() -> dict[str, Any]:
+    return {"w": torch.zeros(3072, 1024), **{key: torch.zeros(64) for key in SMALL}}
+
+
+def require_loaded(found: dict[str, Any]) -> None:
+    assert torch.equal(found["w"], LARGE)
+    assert all(torch.equal(found[key], value) for key, value in SMALL.items())
+
+
+def messages(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
+    return "".join(traceback.format_exception(error)) + repr(error) + caplog.text
+
+
+# -- web servers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "/", "/model.safetensors.index.json"])
+def test_an_index_on_a_web_server(web: RangeServer, name: str) -> None:
+    found = state()
+    hf.load(found, f"{web.url}/model{name}")
+    require_loaded(found)
+
+
+def test_a_single_file_on_a_web_server(web: RangeServer, model: Path) -> None:
+    (model / "model.safetensors.index.json").unlink()
+    with pytest.raises(NotACheckpointError, match=r"model/model\.safetensors does not exist"):
+        hf.load(state(), f"{web.url}/model")
+    (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
+    found = {"norm.3": torch.zeros(64)}
+    hf.load(found, f"{web.url}/model")
+    hf.load(found, f"{web.url}/model/model.safetensors")
+    assert torch.equal(found["norm.3"], SMALL["norm.3"])
+
+
+def test_near_tensors_are_one_request_and_large_ones_are_parts(web: RangeServer) -> None:
+    hf.load({"norm.1": torch.zeros(64), "w": torch.zeros(3072, 1024)}, f"{web.url}/model")
+    web.requests.clear()
+    found = state()
+    hf.load(found, f"{web.url}/model")
+    require_loaded(found)
+    reads = [(path, part) for method, path, part in web.requests if method == "GET"]
+    small = [part for path, part in reads if path.endswith("00001-of-00002.safetensors")]
+    large = [part for path, part in reads if path.endswith("00002-of-00002.safetensors")]
+    assert len(small) == 2  # the header, and twenty tensors
+    assert 2 <= len(large) - 1 <= 3  # 12 MiB
+
+
+def test_rows_are_read_alone_and_columns_with_their_gaps(web: RangeServer) -> None:
+    before = counters["bytes_read"]
+    rows = torch.zeros(1024, 1024)
+    hf.load({"w": ShardedTensor.from_rank_offsets("w", rows, (0, 1, 3))}, f"{web.url}/model")
+    assert torch.equal(rows, LARGE[1024:2048])
+    assert counters["bytes_read"] - before == rows.nbytes
+    columns = torch.zeros(3072, 256)
+    hf.load({"w": ShardedTensor.from_rank_offsets("w", columns, (1, 2, 4))}, f"{web.url}/model")
+    assert torch.equal(columns, LARGE[:, 512:768])
+    assert counters["bytes_read"] - before <= rows.nbytes + LARGE.nbytes
+
+
+def test_a_server_without_ranges_is_an_error(web: RangeServer) -> None:
+    web.ignores_ranges = True
+    with pytest.raises(CheckpointingException, match="sends whole files, not ranges"):
+        hf.load({"w": torch.zeros(3072, 1024)}, f"{web.url}/model")
+
+
+def test_a_name_in_an_index_leads_nowhere_else(web: RangeServer, model: Path) -> None:
+    index = {"weight_map": {"w": f"{web.url}/model/model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointingException, match="not a file in the same folder"):
+        hf.load({"w": torch.zeros(3072, 1024)}, f"{web.url}/model")
+    assert {path for _, path, _ in web.requests} == {"/model/model.safetensors.index.json"}
+
+
+def test_a_file_that_an_index_names_is_missing(web: RangeServer, model: Path) -> None:
+    (model / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointingException, match=r"00002-of-00002\.safetensors"):
+        hf.load({"norm.1": torch.zeros(64)}, f"{web.url}/model")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_passwords_of_a_url_stay_secret(
+    web: RangeServer, right: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    web.user, web.password = "someone", SECRET
+    found, typed = state(), SECRET if right else f"{SECRET}-wrong"
+    url = web.url.replace("://", f"://someone:{typed}@")
+    with caplog.at_level(logging.DEBUG):
+        if right:
+            hf.load(found, f"{url}/model")
+            require_loaded(found)
+            return
+        with pytest.raises(StorageError) as caught:
+            hf.load(found, f"{url}/model")
+    assert "401" in str(caught.value)
+    assert SECRET not in messages(caught.value, caplog)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_signed_query_strings_stay_secret(
+    web: RangeServer, right: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    web.query = f"X-Amz-Expires=60&X-Amz-Signature={SECRET}%2F%2B"
+    found, more = state(), "" if right else "wrong"
+    with caplog.at_level(logging.DEBUG):
+        if right:
+            hf.load(found, f"{web.url}/model?{web.query}")
+            hf.load(found, f"{web.url}/model/model.safetensors.index.json?{web.query}")
+            require_loaded(found)
+        else:
+            with pytest.raises(StorageError) as caught:
+                hf.load(found, f"{web.url}/model?{web.query}{more}")
+            assert SECRET not in messages(caught.value, caplog)
+    assert SECRET not in caplog.text
+
+
+# -- the Hub ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(web: RangeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RangeServer:
+    """A server with the Hub's URLs, and a private model."""
+    monkeypatch.setenv("HF_ENDPOINT", web.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    web.token = SECRET
+    return web
+
+
+@pytest.mark.parametrize("how", ["option", "variable", "file"])
+def test_a_model_of_the_hub(
+    hub: RangeServer, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The token reaches the Hub, and not the server that it redirects to."""
+    options = {"token": SECRET} if how == "option" else None
+    if how == "variable":
+        monkeypatch.setenv("HF_TOKEN", SECRET)
+    if how == "file":
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "token").write_text(f"{SECRET}\n")
+    found = state()
+    hf.load(found, "hf://org/tiny", storage_options=options)
+    require_loaded(found)
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3", "0123abc"])
+def test_a_revision_of_the_hub(hub: RangeServer, revision: str) -> None:
+    hub.revision, found = revision, state()
+    hf.load(found, f"hf://org/tiny@{revision}", storage_options={"token": SECRET})
+    require_loaded(found)
+    with pytest.raises(NotACheckpointError):
+        hf.load(found, "hf://org/tiny@other", storage_options={"token": SECRET})
+
+
+def test_tokens_stay_secret(hub: RangeServer, caplog: pytest.LogCaptureFixture) -> None:
+    hub.token = "another"
+    with caplog.at_level(logging.DEBUG), pytest.raises(StorageError) as caught:
+        hf.load(state(), "hf://org/tiny", storage_options={"token": SECRET})
+    assert "401" in str(caught.value)
+    assert SECRET not in messages(caught.value, caplog)
+    hub.token = SECRET
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name in names:
+        (hub.folder / name).write_bytes(b"x" * 20)
+    with caplog.at_level(logging.DEBUG), pytest.raises(CheckpointingException) as caught:
+        hf.load(state(), "hf://org/tiny", storage_options={"token": SECRET})
+    assert not {SECRET, SIGNATURE} & set(messages(caught.value, caplog).split())
+    assert SECRET not in messages(caught.value, caplog)
+    assert SIGNATURE not in messages(caught.value, caplog)
+
+
+# -- S3 --------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_s3(s3_server: S3Server, model: Path) -> None:
+    bucket = s3_server.new_bucket()
+    for path in model.iterdir():
+        s3_server.client().put_object(Bucket=bucket, Key=f"m/{path.name}", Body=path.read_bytes())
+    for name in ("m", "m/model.safetensors.index.json"):
+        found = state()
+        hf.load(found, f"s3://{bucket}/{name}", storage_options=s3_server.storage_options)
+        require_loaded(found)
+    with pytest.raises(NotACheckpointError):
+        hf.load(state(), f"s3://{bucket}/none", storage_options=s3_server.storage_options)

@@ -1,0 +1,411 @@
+"""Loads of one process: names, modes, casts, rules, quantised weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import shardstore
+from shardstore import hf
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    DamagedCheckpointError,
+    DTypeMismatchError,
+    MissingKeyError,
+    NotACheckpointError,
+    ShapeMismatchError,
+)
+from shardstore.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from shardstore.storage.movers.counters import counters
+
+W, B = torch.arange(24.0).reshape(4, 6), torch.arange(3).to(torch.bfloat16)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A model of two files and an index, and of a file that no index names."""
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"w": W}, model / "model-1.safetensors")
+    save_file({"b": B, "i": torch.arange(5)}, model / "model-2.safetensors")
+    files = {"w": "model-1.safetensors", "b": "model-2.safetensors", "i": "model-2.safetensors"}
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    return model
+
+
+def zeros() -> dict[str, Any]:
+    return {"w": torch.zeros(4, 6), "b": torch.zeros(3, dtype=torch.bfloat16)}
+
+
+# -- what is filled --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "/model.safetensors.index.json"])
+def test_an_index_loads_in_place(place: Path, name: str) -> None:
+    state = zeros()
+    loaded = hf.load(state, f"{place}{name}")
+    assert loaded["w"] is not None
+    assert torch.equal(state["w"], W)
+    assert torch.equal(state["b"], B)
+
+
+def test_one_file_loads_in_place(place: Path) -> None:
+    state = {"w": torch.zeros(4, 6)}
+    hf.load(state, place / "model-1.safetensors")
+    assert torch.equal(state["w"], W)
+
+
+def test_other_values_stay(place: Path) -> None:
+    local = object()
+    state = {**zeros(), "step": 7, "kept": LocalNonpersistentObject(local), "list": [1, "a"]}
+    loaded: Any = hf.load(state, place)
+    assert (loaded["step"], loaded["kept"], loaded["list"]) == (7, local, [1, "a"])
+    assert list(loaded) == ["w", "b", "step", "kept", "list"]
+    assert loaded["w"].data_ptr() == state["w"].data_ptr()
+
+
+def test_nested_dicts_and_lists_are_named_by_their_path(tmp_path: Path) -> None:
+    save_file({"a.0.x": W, "a.1": B}, tmp_path / "m.safetensors")
+    state: Any = {"a": [{"x": torch.zeros(4, 6)}, torch.zeros(3, dtype=torch.bfloat16), "text"]}
+    loaded: Any = hf.load(state, tmp_path)
+    assert torch.equal(state["a"][0]["x"], W)
+    assert torch.equal(loaded["a"][1], B)
+    assert loaded["a"][2] == "text"
+
+
+def test_sharded_tensors_and_factories(place: Path) -> None:
+    """Those of Megatron-Core: a shard of columns, a new tensor, and a factory that merges."""
+    columns = torch.zeros(4, 3)
+
+    def build(key: str, tensor: torch.Tensor, replica: Any, _: Any) -> dict[str, Any]:
+        halves = tensor.chunk(2)
+        return {
+            str(n): ShardedTensor.from_rank_offsets(key, half, (0, n, 2), replica_id=replica)
+            for n, half in enumerate(halves)
+        }
+
+    def merge(parts: dict[str, Any]) -> torch.Tensor:
+        return torch.cat([parts["0"], parts["1"]])
+
+    whole = torch.zeros(4, 6)
+    state = {
+        "right": ShardedTensor.from_rank_offsets("w", columns, (1, 1, 2)),
+        "new": ShardedTensor("b", None, torch.bfloat16, (3,), (3,), (0,), None),
+        "f": ShardedTensorFactory("w", whole, build, merge),
+    }
+    loaded: Any = hf.load(state, place)
+    assert torch.equal(columns, W[:, 3:])
+    assert torch.equal(loaded["new"], B)
+    assert torch.equal(loaded["f"], W)
+
+
+def test_a_prepended_axis_is_read_from_a_stack_of_layers(tmp_path: Path) -> None:
+    layers = {f"layers.{n}.w": torch.full((2, 3), float(n)) for n in range(4)}
+    save_file(layers, tmp_path / "m.safetensors")
+    data = torch.zeros(2, 3)
+    tensor = ShardedTensor.from_rank_offsets("decoder.w", data, (0, 2, 4), prepend_axis_num=1)
+    hf.load({"w": tensor}, tmp_path, rules={"decoder.w": hf.rules.stack("layers.{n}.w", "n")})
+    assert torch.equal(data, layers["layers.2.w"])
+
+
+def test_strided_and_meta_tensors(place: Path) -> None:
+    strided = torch.zeros(6, 4).T
+    state = {"w": strided, "b": torch.empty(3, dtype=torch.bfloat16, device="meta")}
+    loaded: Any = hf.load(state, place)
+    assert torch.equal(strided, W)
+    assert torch.equal(loaded["b"], B)
+
+
+def test_tied_weights_are_loaded_from_the_one_that_is_stored(place: Path) -> None:
+    state = zeros()
+    state["tied"] = state["w"]
+    loaded: Any = hf.load(state, place, strict="raise_unexpected")
+    assert torch.equal(loaded["tied"], W)
+    with pytest.raises(MissingKeyError, match="untied"):
+        hf.load({**state, "untied": torch.zeros(4, 6)}, place)
+
+
+# -- names and modes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [{"x.w": "w"}, lambda key: key.removeprefix("x.")])
+def test_names_are_mapped(place: Path, names: Any) -> None:
+    state: Any = {"x": {"w": torch.zeros(4, 6)}}
+    hf.load(state, place, names=names)
+    assert torch.equal(state["x"]["w"], W)
+
+
+def test_two_keys_with_one_name_are_an_error(place: Path) -> None:
+    state = {"w": torch.zeros(4, 6), "v": torch.ones(4, 6)}
+    with pytest.raises(ArgumentError, match=r"'w' and 'v' the same name 'w'"):
+        hf.load(state, place, names={"v": "w"})
+    assert not state["w"].any()
+
+
+def test_modes(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {**zeros(), "x": torch.ones(2)}
+    with pytest.raises(MissingKeyError, match=r"'x' is not in .*model"):
+        hf.load(state, place)
+    with pytest.raises(MissingKeyError, match=r"\['i'\].*\['x'\]"):
+        hf.load(state, place, strict="raise_all")
+    assert not state["w"].any()
+    loaded, missing, unexpected = hf.load(state, place, strict="return_all")
+    assert (missing, unexpected) == ({"i"}, {"x"})
+    assert sorted(loaded) == ["b", "w"]
+    assert hf.load(state, place, strict="return_unexpected")[1:] == (set(), {"x"})
+    assert "x" not in hf.load(state, place, strict="ignore_all")
+    hf.load(state, place, strict="log_all")
+    assert "['i']" in caplog.text
+    with pytest.raises(ArgumentError, match="strict"):
+        hf.load(state, place, strict="all")
+
+
+def test_objects_are_unexpected(place: Path) -> None:
+    state = {**zeros(), "extra": ShardedObject("extra", b"x", (1,), (0,))}
+    with pytest.raises(MissingKeyError, match=r"'extra \(an object, which"):
+        hf.load(state, place)
+    assert hf.load(state, place, strict="return_unexpected")[2] == {"extra"}
+
+
+def test_a_missing_source_of_a_rule_is_named(place: Path) -> None:
+    rules = {"both": hf.rules.concat("w", "ww", axis=1)}
+    with pytest.raises(MissingKeyError, match=r"'ww' is not in .*model.*did you mean 'w'"):
+        hf.load({"both": torch.zeros(4, 12)}, place, rules=rules)
+
+
+def test_many_tensors_and_rules_take_seconds(tmp_path: Path) -> None:
+    """The end of a stack, or a key that the files lack, is not compared with all names."""
+    names = [f"layers.{n // 100}.experts.{n % 100}.down_proj.weight" for n in range(4000)]
+    save_file(
+        {name: torch.tensor([float(n)]) for n, name in enumerate(names)}, tmp_path / "m.safetensors"
+    )
+    state: Any = {f"layers.{n}.down": torch.zeros(100, 1) for n in range(40)}
+    lost: Any = {f"layers.{n}.experts.200.down_proj.weight": torch.zeros(1) for n in range(40)}
+    rules = {"layers.{n}.down": hf.rules.stack("layers.{n}.experts.{e}.down_proj.weight", "e")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("difflib.get_close_matches", lambda *_, **__: pytest.fail("compared"))
+        _, _, unexpected = hf.load({**state, **lost}, tmp_path, rules=rules, strict="return_all")
+    assert unexpected == set(lost)
+    assert state["layers.7.down"][5].item() == 705
+
+
+def test_tensors_that_rules_use_are_not_missing(place: Path) -> None:
+    rules = {"both": hf.rules.concat("w", "w", axis=1)}
+    _, missing, _ = hf.load({"both": torch.zeros(4, 12)}, place, rules=rules, strict="return_all")
+    assert missing == {"b", "i"}
+
+
+# -- casts -----------------------------------------------------------------------------------------
+
+
+def test_casts_are_asked_for(place: Path) -> None:
+    state = {"w": torch.zeros(4, 6, dtype=torch.float16)}
+    with pytest.raises(DTypeMismatchError, match=r"'w' is stored as float32 in .*float16"):
+        hf.load(state, place)
+    hf.load(state, place, cast=True)
+    assert torch.equal(state["w"], W.half())
+    with pytest.raises(DTypeMismatchError):
+        hf.load({"w": torch.zeros(4, 6, dtype=torch.int32)}, place, cast=True)
+    with pytest.raises(ArgumentError, match="cast="):
+        hf.load(state, place, cast="yes")  # type: ignore[arg-type]
+
+
+def test_shapes_must_agree(place: Path) -> None:
+    with pytest.raises(ShapeMismatchError, match=r"'w'.*\(4, 6\).*\(6, 4\).*model"):
+        hf.load({"w": torch.zeros(6, 4)}, place)
+
+
+# -- quantised weights -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    """A weight in blocks of 128 x 128, the last ones cut, and its values."""
+    weight = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2) + 0.5
+    save_file({"w.weight": weight, "w.weight_scale_inv": scale}, tmp_path / "m.safetensors")
+    spread = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    return tmp_path, weight.float() * spread
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("budget", [7001, 1 << 28])
+def test_quantised_weights_are_scaled(
+    quantised: tuple[Path, torch.Tensor], dtype: torch.dtype, budget: int
+) -> None:
+    place, values = quantised
+    state = {"w": {"weight": torch.zeros(300, 200, dtype=dtype)}}
+    _, missing, _ = hf.load(state, place, strict="return_all", exchange_budget_bytes=budget)
+    assert torch.equal(state["w"]["weight"], values.to(dtype))
+    assert missing == set()
+
+
+def test_only_the_scales_of_the_blocks_are_read(quantised: tuple[Path, torch.Tensor]) -> None:
+    place, values = quantised
+    data = torch.zeros(50, 60, dtype=torch.bfloat16)
+    shard = ShardedTensor("w.weight", data, data.dtype, (50, 60), (300, 200), (140, 100), None)
+    before = counters["bytes_read"]
+    hf.load({"w": shard}, place)
+    assert torch.equal(data, values[140:190, 100:160].bfloat16())
+    assert counters["bytes_read"] - before == 50 * 60 + 2 * 4  # one row of two blocks
+
+
+def test_quantised_weights_are_kept_for_float8(quantised: tuple[Path, torch.Tensor]) -> None:
+    place, values = quantised
+    weight = torch.zeros(300, 200, dtype=torch.float8_e4m3fn)
+    state = {"w.weight": weight, "w.weight_scale_inv": torch.zeros(3, 2)}
+    hf.load(state, place, strict="raise_all")
+    spread = state["w.weight_scale_inv"].repeat_interleave(128, 0)[:300]
+    spread = spread.repeat_interleave(128, 1)[:, :200]
+    assert torch.equal(weight.float() * spread, values)
+
+
+def test_blocks_that_do_not_fit_the_scales_are_an_error(
+    quantised: tuple[Path, torch.Tensor],
+) -> None:
+    state = {"w.weight": torch.zeros(300, 200)}
+    with pytest.raises(ShapeMismatchError, match=r"\(300, 200\).*\(64, 64\).*\(5, 4\).*\(3, 2\)"):
+        hf.load(state, quantised[0], dequantize=(64, 64))
+    with pytest.raises(DTypeMismatchError, match="float8_e4m3fn"):
+        hf.load(state, quantised[0], dequantize=None)
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
+    for name in ("absent", "absent.safetensors", "model/absent.safetensors.index.json"):
+        with pytest.raises(NotACheckpointError, match="absent"):
+            hf.load(zeros(), tmp_path / name)
+    (place / "model.safetensors.index.json").unlink()
+    with pytest.raises(NotACheckpointError, match="0 safetensors indices and 2 files"):
+        hf.load(zeros(), place)
+
+
+# -- hostile files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../model-1.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", ".hidden"),
+        *("s3://bucket/x.safetensors", "file:x", "a\\b", "x?y", "x#y", "%2e%2e%2fx", "a\0b"),
+    ],
+)
+def test_names_outside_of_the_folder_are_refused(place: Path, name: str) -> None:
+    (place / "sub").mkdir()
+    save_file({"w": W}, place / "sub" / "x.safetensors")
+    index = {"weight_map": {"w": "model-1.safetensors", "b": name}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened: list[str] = []
+    watched = shardstore.storage.stores.location.open_regular
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (shardstore.storage.stores.location, shardstore.storage.movers.ranges):
+            patch.setattr(module, "open_regular", lambda path: opened.append(path) or watched(path))
+        with pytest.raises(DamagedCheckpointError, match=r"index\.json"):
+            hf.load(zeros(), place)
+    assert [Path(path).name for path in opened] == ["model.safetensors.index.json"]
+
+
+def put_file(path: Path, header: object, size: int, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(text) if length is None else length
+    path.write_bytes(length.to_bytes(8, "little") + text + bytes(size))
+
+
+def entry(shape: list[Any], start: int, stop: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+HEADERS: dict[str, tuple[object, int]] = {
+    "a negative length": ({"w": entry([-4, -6], 0, 96)}, 96),
+    "a product beyond 64 bits": ({"w": entry([2**33, 2**33], 0, 96)}, 96),
+    "a product that is 96 in 64 bits": ({"w": entry([2**63 + 12, 2], 0, 96)}, 96),
+    "offsets beyond the file": ({"w": entry([4, 6], 0, 96)}, 95),
+    "huge offsets": ({"w": entry([4, 6], 2**62, 2**62 + 96)}, 96),
+    "negative offsets": ({"w": entry([4, 6], -96, 0)}, 96),
+    "tensors that overlap": ({"w": entry([4, 6], 0, 96), "x": entry([4], 80, 96)}, 96),
+    "a gap": ({"w": entry([4, 6], 0, 96), "x": entry([4], 100, 116)}, 116),
+    "bytes after the tensors": ({"w": entry([4, 6], 0, 96)}, 100),
+    "a shape that is not its bytes": ({"w": entry([4, 5], 0, 96)}, 96),
+    "fractions": ({"w": entry([4.5, 6], 0, 96)}, 96),
+    "texts": ({"w": entry(["4", 6], 0, 96)}, 96),
+    "no shape": ({"w": {"dtype": "F32", "data_offsets": [0, 96]}}, 96),
+    "three offsets": ({"w": {**entry([4, 6], 0, 96), "data_offsets": [0, 48, 96]}}, 96),
+    "a list": ([entry([4, 6], 0, 96)], 96),
+    "no JSON": (b"{'w'", 96),
+    "no text": (b"\xff\xfe{}", 96),
+    "a name twice": (
+        b'{"w":{"dtype":"F32","shape":[4,6],"data_offsets":[0,96]},'
+        b'"w":{"dtype":"I32","shape":[6,4],"data_offsets":[0,96]}}',
+        96,
+    ),
+    "depth": (b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 96),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_hostile_headers_are_errors(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "m.safetensors"
+    put_file(path, *HEADERS[name])
+    state = {"w": torch.ones(4, 6)}
+    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors.*download it again"):
+        hf.load(state, path)
+    assert state["w"].all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 97, 2**40, 2**63, 2**64 - 1, 100_000_001])
+def test_hostile_header_lengths_are_errors(tmp_path: Path, length: int) -> None:
+    put_file(tmp_path / "m.safetensors", {"w": entry([4, 6], 0, 96)}, 30, length)
+    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors"):
+        hf.load({"w": torch.zeros(4, 6)}, tmp_path)
+
+
+def test_unknown_data_types_are_errors(tmp_path: Path) -> None:
+    put_file(tmp_path / "m.safetensors", {"w": entry([4, 6], 0, 96, "F33")}, 96)
+    with pytest.raises(DTypeMismatchError, match=r"'w' of .*m\.safetensors.*'F33'"):
+        hf.load({"w": torch.zeros(4, 6)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"w": 1}}', b"\xff"),
+        b'{"weight_map": {"w": "model-1.safetensors", "w": "model-2.safetensors"}}',
+        b'{"weight_map": {}, "weight_map": {"w": "model-1.safetensors"}}',
+        b'{"weight_map": {"w": "model-2.safetensors"}}',  # it is in the other file
+        b'{"weight_map": {"w": "model-3.safetensors"}}',  # which is not there
+    ],
+)
+def test_hostile_indices_are_errors(place: Path, text: bytes) -> None:
+    (place / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(DamagedCheckpointError, match=r"index\.json"):
+        hf.load({"w": torch.zeros(4, 6)}, place)
+
+
+def test_a_file_cut_during_the_load_is_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = hf.loading.WeightFiles.open
+
+    def then_cut(location: Any) -> Any:
+        found = opened(location)
+        path = place / "model-1.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        return found
+
+    monkeypatch.setattr(hf.loading.WeightFiles, "open", then_cut)
+    with pytest.raises(CheckpointingException, match=r"changed while.*model-1\.safetensors ends"):
+        hf.load(zeros(), place)

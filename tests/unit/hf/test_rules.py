@@ -1,0 +1,160 @@
+"""Each rule, against what torch makes of whole tensors, for any box."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardstore.errors import (
+    ArgumentError,
+    DTypeMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+)
+from shardstore.hf.rules import Rule, Sources, concat, index, part, stack, transposed
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import array_of_one_chunk
+from shardstore.storage.format.grid import Box
+
+STORED = {
+    **{f"layers.0.experts.{e}.{n}": (6, 4) for e in range(5) for n in ("gate", "up")},
+    "layers.0.qkv": (24, 4),
+    "layers.0.q": (16, 4),
+    "layers.0.k": (4, 4),
+    "layers.0.v": (4, 4),
+    "layers.0.fused": (5, 12, 4),
+}
+WHOLE: dict[str, torch.Tensor] = {}
+for _key, _shape in STORED.items():
+    _start = sum(t.numel() for t in WHOLE.values())
+    WHOLE[_key] = torch.arange(_start, _start + math.prod(_shape)).reshape(_shape).float()
+
+
+def of(name: str) -> torch.Tensor:
+    return WHOLE[f"layers.0.{name}"]
+
+
+def experts(name: str) -> torch.Tensor:
+    return torch.stack([of(f"experts.{e}.{name}") for e in range(5)])
+
+
+def grouped() -> torch.Tensor:
+    """Fused QKV with two groups: two thirds of a group are queries."""
+    parts = [of(name).chunk(2) for name in "qkv"]
+    return torch.cat([parts[n][g] for g in range(2) for n in range(3)])
+
+
+E, L = "layers.{l}.experts.{e}", "layers.{l}"
+CASES: dict[str, tuple[Rule, torch.Tensor]] = {
+    "name": (f"{L}.q", of("q")),
+    "stack": (stack(f"{E}.gate", "e"), experts("gate")),
+    "stack of concat": (
+        stack(concat(f"{E}.gate", f"{E}.up"), over="e"),
+        torch.cat([experts("gate"), experts("up")], 1),
+    ),
+    "stack of interleaved rows": (
+        stack(concat(f"{E}.gate", f"{E}.up", groups=6), over="e"),
+        torch.stack([experts("gate"), experts("up")], 2).reshape(5, 12, 4),
+    ),
+    "transposed stack": (transposed(stack(f"{E}.up", "e")), experts("up").mT),
+    "concat of columns": (concat(f"{L}.k", f"{L}.v", axis=-1), torch.cat([of("k"), of("v")], 1)),
+    "fused": (concat(f"{L}.q", f"{L}.k", f"{L}.v", groups=2), grouped()),
+    "part": (part(f"{L}.qkv", 1, (4, 1, 1)), of("qkv")[16:20]),
+    "part of groups": (
+        part(f"{L}.qkv", 2, (4, 1, 1), groups=2),
+        of("qkv").reshape(2, 12, 4)[:, 10:].reshape(4, 4),
+    ),
+    "index": (index(f"{L}.fused", "{l}"), of("fused")[0]),
+    "part of index": (part(index(f"{L}.fused", 3), 1, (1, 1)), of("fused")[3, 6:]),
+    "row-interleaved part": (
+        part(f"{L}.fused", 1, (1, 1), axis=1, groups=6),
+        of("fused")[:, 1::2],
+    ),
+    "fused of parts is the fused tensor": (
+        concat(*(part(f"{L}.qkv", n, (4, 1, 1), groups=2) for n in range(3)), groups=2),
+        of("qkv"),
+    ),
+}
+SOURCES = Sources(
+    {key: array_of_one_chunk(key, shape, "float32") for key, shape in STORED.items()},
+    "place",
+    {f"{name}.{{l}}": rule for name, (rule, _) in CASES.items()},
+    (128, 128),
+)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[str, Box]:
+    name = draw(st.sampled_from(sorted(CASES)))
+    edges = [
+        sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in CASES[name][1].shape
+    ]
+    return name, Box(tuple(a for a, _ in edges), tuple(b - a for a, b in edges))
+
+
+def filled(box: Box, name: str, out: Any) -> int:
+    """Copy the regions; return the number of their elements."""
+    count = 0
+    for array, inner, target in SOURCES.of(f"{name}.0", torch.float32).regions(box, out):
+        values = WHOLE[array.key][inner.slices]
+        assert tuple(target.shape) == inner.shape
+        as_tensor = target if isinstance(target, torch.Tensor) else dtypes.as_tensor(target)
+        as_tensor.copy_(values)
+        count += values.numel()
+    return count
+
+
+@given(boxes())
+def test_any_box_of_any_rule(case: tuple[str, Box]) -> None:
+    """Each element is read once."""
+    name, box = case
+    want = CASES[name][1][box.slices]
+    for as_numpy in (True, False):
+        out = torch.full(box.shape, -1.0)
+        assert filled(box, name, out.numpy() if as_numpy else out) == want.numel()
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_and_keys(name: str) -> None:
+    source = SOURCES.of(f"{name}.0", torch.float32)
+    assert source.shape == tuple(CASES[name][1].shape)
+    assert source.keys <= set(STORED)
+
+
+def made(rule: Rule, **more: tuple[int, ...]) -> Any:
+    arrays = {
+        **SOURCES.arrays,
+        **{key: array_of_one_chunk(key, shape, "float16") for key, shape in more.items()},
+    }
+    return Sources(arrays, "place", {"t": rule}, None).of("t", torch.float32)
+
+
+def test_what_rules_refuse() -> None:
+    with pytest.raises(MissingKeyError, match=r"'layers\.0\.x' is not stored in place"):
+        made(concat("layers.0.q", "layers.0.x"))
+    with pytest.raises(MissingKeyError, match=r"x\.0"):
+        made(stack("x.{e}", "e"))
+    with pytest.raises(MissingKeyError, match=r"fused\[5\]"):
+        made(index("layers.0.fused", 5))
+    with pytest.raises(ArgumentError, match=r"field 'layer'"):
+        made("layers.{layer}.q")
+    with pytest.raises(ShapeMismatchError, match=r"\(24, 4\).*24 elements are not 7 equal parts"):
+        made(part("layers.0.qkv", 0, (3, 2, 2)))
+    with pytest.raises(ShapeMismatchError, match="do not fit together along axis 1"):
+        made(concat("layers.0.q", "layers.0.k", axis=1))
+    with pytest.raises(DTypeMismatchError, match="float16"):
+        made(concat("layers.0.q", "half"), half=(16, 4))
+
+
+def test_the_first_rule_that_matches_counts() -> None:
+    for first, second in itertools.permutations(["layers.0.q", "layers.0.k"]):
+        rules = {"{x}.t": first, "a.{y}": second}
+        source = Sources(SOURCES.arrays, "place", rules, None).of("a.t", torch.float32)
+        assert source.keys == {first}
