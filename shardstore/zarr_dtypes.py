@@ -24,8 +24,8 @@ Values are stored bit for bit, including NaN payloads. Other libraries have thes
   compressor work. It reads arrays that other programs compressed with Blosc.
 - TensorStore 0.1 misreads a *fill value* of ``float8_e8m0fnu`` that is a number. In Zarr v3 it is
   therefore written as a hexadecimal string, which all readers interpret in the same way.
-- ``float4_e2m1fn_x2`` is not registered, and other programs refuse it. Give zarr its name to create
-  an array, because for zarr its NumPy type is any structured type too.
+- ``float4_e2m1fn_x2`` is not registered, and programs without this package refuse it. To create an
+  array with zarr, give the name; zarr refuses the NumPy type as ambiguous.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
 
     _native: ClassVar[np.dtype[Any]]
     _numbers_agree: ClassVar[bool]
+    _forms: ClassVar[str] = 'a number, "NaN", or the bits as a string like "0x7f"'
 
     def __init_subclass__(cls, scalar: Any, numbers_agree: bool = True) -> None:
         cls._native, cls._numbers_agree = np.dtype(scalar), numbers_agree
@@ -140,7 +141,7 @@ class _MLFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         if not self._check_scalar(data):
             raise TypeError(
                 f"{data!r} of type {type(data).__name__} cannot be a {self._zarr_v3_name} value: "
-                'give a number, "NaN", or the bits as a string like "0x7f"'
+                f"give {self._forms}"
             )
         number = float(data)
         if number == 0 and math.copysign(1, number) > 0:
@@ -247,6 +248,8 @@ class Float4E2M1FNX2(_MLFloat, scalar=[("float4_e2m1fn_x2", "u1")]):
     Fill values are hexadecimal strings, such as ``"0x00"``, in both Zarr formats.
     """
 
+    _forms = 'the byte as a string like "0x7f"'
+
     @classmethod
     def _check_native_dtype(cls, dtype: TBaseDType) -> TypeGuard[np.dtype[Any]]:
         return dtype == cls._native
@@ -266,7 +269,7 @@ class Float4E2M1FNX2(_MLFloat, scalar=[("float4_e2m1fn_x2", "u1")]):
     def _from_text(self, text: str, zarr_format: ZarrFormat = 3) -> np.generic:
         if re.fullmatch("0x[0-9a-fA-F]{2}", text):
             return self._from_bits(int(text, 16))
-        raise ValueError(f'{text!r} is not a {self._zarr_v3_name} value, such as "0x7f"')
+        raise ValueError(f"{text!r} is not a {self._zarr_v3_name} value: give {self._forms}")
 
 
 DATA_TYPES: tuple[type[_MLFloat], ...] = tuple(_MLFloat.__subclasses__())

@@ -48,6 +48,7 @@ def test_metadata_of_all_ranks_is_checked_on_rank_0() -> None:
 def _common(rank: int, world_size: int, differ: bool) -> list[str]:
     common: dict[str, Any] = {"step": 5, "t": torch.arange(3), "deep": {"list": [1, 2]}}
     common["float8"] = torch.ones(2).to(torch.float8_e5m2)
+    common["float4"] = torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     if differ and rank == 1:
         del common["step"]
         common["mine"] = 1

@@ -34,6 +34,7 @@ DTYPES = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2,
     torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
     torch.complex64,
     torch.complex128,
 )

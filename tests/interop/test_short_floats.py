@@ -318,6 +318,10 @@ def _load(rank: int, world_size: int, place: str) -> None:
             state: State = distributed(blank(filled()), world_size, axis)
             assert_same(local(shardstore.load(state, f"{place}/{stored}")), expected)
         state = distributed(blank(filled()), world_size, axis)
+        group, how = torch.distributed.group.WORLD, "always"
+        shardstore.load(state, f"{place}/0", replica_group=group, share_replicas=how)
+        assert_same(local(state), expected)
+        state = distributed(blank(filled()), world_size, axis)
         dcp.load(state, storage_reader=StorageReader(f"{place}/dcp-0"))
         assert_same(local(state), expected)
 

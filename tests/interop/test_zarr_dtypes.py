@@ -347,6 +347,10 @@ def test_fill_values_of_pairs_are_bytes() -> None:
             with pytest.raises(TypeError, match=PAIRS):
                 data_type.from_json_scalar(wrong, zarr_format=zarr_format)  # type: ignore[arg-type]
     assert data_type_registry.get(PAIRS).from_native_dtype(PAIR) == data_type
+    with pytest.raises(ValueError, match="float4_e2m1fn_x2"):  # a structured type too
+        data_type_registry.match_dtype(PAIR)
+    fields = np.dtype([("a", "u1")])
+    assert data_type_registry.match_dtype(fields).to_native_dtype() == fields
     for other in (np.dtype([("float32", "u1")]), np.dtype("V1"), np.dtype("u1")):
         with pytest.raises(DataTypeValidationError):
             data_type_registry.get(PAIRS).from_native_dtype(other)

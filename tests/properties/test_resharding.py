@@ -36,6 +36,7 @@ from tests.helpers.ranks_helper import run_ranks
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 
 TARGETS = (64, 512, 32 * 1024 * 1024)
+STORED = (*DTYPES, torch.float4_e2m1fn_x2)
 
 
 def save_parts(
@@ -103,7 +104,7 @@ def differences(
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Shape, torch.dtype, int, int, random.Random]:
     rng = draw(st.randoms(use_true_random=False))
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype = draw(st.sampled_from(STORED))
     target = draw(st.sampled_from(TARGETS))
     version = draw(st.sampled_from([2, 2, 1]))
     return random_shape(rng), dtype, version, target, rng
@@ -133,7 +134,7 @@ def test_any_layout_back_from_any_layout(
 
 
 @pytest.mark.parametrize("version", [2, 1])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", STORED, ids=lambda d: str(d).removeprefix("torch."))
 def test_every_data_type_by_rows_and_back_by_columns(
     dtype: torch.dtype, version: int, tmp_path: Path
 ) -> None:
@@ -179,7 +180,7 @@ def _reshard_on_ranks(rank: int, world_size: int, folder: str, seeds: list[int])
         savers, loaders = same.randint(1, world_size), same.randint(1, world_size)
         for key in KEYS:
             shape = random_shape(same)
-            tensors[key] = random_tensor(shape, same.choice(DTYPES), same)
+            tensors[key] = random_tensor(shape, same.choice(STORED), same)
             saved[key] = random_layout(shape, savers, same)
             wanted[key] = random_layout(shape, loaders, same)
         version = 1 if seed % 3 == 2 else 2

@@ -190,7 +190,10 @@ class Quantized(torch.Tensor):
         return torch.full(self.shape, 3.0, dtype=torch.float16)
 
 
-FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+FLOAT8 = [
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+]
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)

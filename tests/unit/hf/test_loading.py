@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -409,3 +411,10 @@ def test_a_file_cut_during_the_load_is_an_error(
     monkeypatch.setattr(hf.loading.WeightFiles, "open", then_cut)
     with pytest.raises(CheckpointingException, match=r"changed while.*model-1\.safetensors ends"):
         hf.load(zeros(), place)
+
+
+def test_the_package_is_imported_without_torch() -> None:
+    code = "import sys, shardstore.hf; assert 'torch' not in sys.modules; shardstore.hf.load"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="'lode'"):
+        _ = hf.lode

@@ -104,6 +104,8 @@ DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
     torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
 ]
 
 
