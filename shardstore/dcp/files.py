@@ -36,7 +36,13 @@ from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.format.names import COMMON_OBJECT, DCP_METADATA_NAME, require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.ranges import RangeFile, for_each_region, read_box, read_bytes
+from shardstore.storage.movers.ranges import (
+    FileBox,
+    RangeFile,
+    for_each_region,
+    read_boxes,
+    read_bytes,
+)
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import state_path
 from shardstore.values.torch_archive import Records
@@ -268,7 +274,8 @@ class DcpFiles:
                 if records.entries["data/0"].file_size < found.nbytes:
                     raise ValueError("the tensor is truncated")
                 first += records.start("data/0") + part.first * out.dtype.itemsize
-                read_box(self.location, name, first, part.box.shape, within, out)
+                one = FileBox(name, first, part.box.shape, within, out)
+                read_boxes(self.location, [one], lambda *_: None)
         except FileNotFoundError:
             raise _missing(f"key {key!r} at offset {at}", path, key) from None
         except errors.StorageError as error:

@@ -6,7 +6,6 @@ It uses a few MiB of memory per thread, for files of any size.
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -43,40 +42,6 @@ REQUESTS = 8
 """Concurrent requests to a store. They use at most 8 times :data:`REQUEST_BYTES` of memory."""
 BLOCK_BYTES = 64 * 1024
 """Block size of reads of the small structures in a file, in bytes."""
-
-
-def read_box(
-    location: Location, name: str, start: int, shape: tuple[int, ...], box: Box, out: NDArray[Any]
-) -> None:
-    """Read a box of an array that a file holds in C order. Several threads may call it.
-
-    Args:
-        location: a local folder, or a prefix in an object store.
-        name: name of the file.
-        start: byte offset of the array in the file.
-        shape: shape of the array.
-        box: the part to read.
-        out: the destination, with the box's shape and the array's data type.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file ends before the array does.
-        StorageError: the store failed.
-    """
-    if not out.size:
-        return
-    if location.is_local:
-        with store_errors("reading", f"{location.url}/{name}"):
-            size = math.prod(shape) * out.dtype.itemsize
-            raw = np.memmap(f"{location.url}/{name}", np.uint8, "r", start, (size,))
-        where: tuple[Any, ...] = (..., *box.slices)
-        out[...] = np.asarray(raw).view(out.dtype).reshape(shape)[where]
-        return
-    for first, last, target in slabs(out, box, shape, start):
-        data = read_bytes(location, name, first, last)
-        if len(data) != last - first:
-            raise ValueError(f"it ends at byte {first + len(data)}")
-        target[...] = view_in_chunk(np.frombuffer(data, np.uint8), target, shape)
 
 
 @dataclass(frozen=True, slots=True)
