@@ -1,6 +1,6 @@
 """Count the functions on the way from a call to its first chunk, and the walks of the state.
 
-``python -m scripts.roads`` prints the calls, functions and files of the package, and how deep they
+``python -m testing.roads`` prints the calls, functions and files of the package, and how deep they
 were nested, until the first byte of a chunk moved; and the walks: the outermost calls of functions
 that call themselves with a dict. ``--names`` lists the functions.
 """
@@ -27,22 +27,25 @@ PACKAGE = os.path.dirname(shardstore.__file__) + "/"
 
 class Road:
     """The calls of a function in this package: ``calls`` and ``depth`` until the first byte of a
-    chunk moves, and all ``walks`` by name."""
+    chunk moves; all ``names``, by their first call; and all ``walks`` by name."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.calls, self.depth, self._arrived = Counter[CodeType](), 0, False
-        walked: dict[int, FrameType] = {}
+        walked, self.names = dict[int, FrameType](), dict[str, None]()
 
         def see(frame: FrameType | None, event: str, _: object) -> None:
             stack = []
             if event == "call" and frame is not None and _is_ours(frame):
+                self.names[_name(frame.f_code)] = None
                 code, place = frame.f_code, os.path.basename(str(frame.f_locals.get("path")))
                 while frame is not None:
                     stack += [frame] * _is_ours(frame)
                     frame = frame.f_back
                 same = next((n for n, f in enumerate(stack) if f.f_code is not code), 1)
-                if same > 1 and any(isinstance(v, dict) for v in stack[same - 1].f_locals.values()):
-                    walked[id(stack[same - 1])] = stack[same - 1]
+                outer = stack[same - 1]
+                names = code.co_varnames[: code.co_argcount]
+                if same > 1 and any(isinstance(outer.f_locals.get(n), dict) for n in names):
+                    walked[id(outer)] = outer
                 if not self._arrived:
                     self.calls[code] += 1
                     self.depth = max(self.depth, len(stack))
@@ -60,6 +63,11 @@ class Road:
         files = len({code.co_filename for code in self.calls})
         total = f"{self.calls.total()} calls of {len(self.calls)} functions"
         return f"{total} in {files} files, {self.depth} deep; {self.walks.total()} walks"
+
+
+def _name(code: CodeType) -> str:
+    module = code.co_filename.removeprefix(os.path.dirname(PACKAGE[:-1]) + "/")
+    return f"{module.removesuffix('.py').replace('/', '.')}.{code.co_qualname}"
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -88,7 +96,7 @@ def main() -> None:
             road = Road(work)
             print(f"{name}: {road}")
             for code, count in road.calls.items() if "--names" in sys.argv else ():
-                print(f"{count:6} {code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}")
+                print(f"{count:6} {_name(code)}")
 
 
 if __name__ == "__main__":
