@@ -27,8 +27,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.saving.execute import Staging
-from shardstore.saving.run import prepare, run_save
-from shardstore.saving.session import Part
+from shardstore.saving.run import SaveRequest, run_save
 from shardstore.serialization import save_strategies
 from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.storage.stores.location import Location
@@ -101,45 +100,27 @@ def async_save(
             copy: the target exists, or the input is wrong on some rank.
     """
     global _latest
-    ranks = Ranks.of(process_group)
-
-    def prepared(arrays: bool) -> Part:
-        if _error is not None:
-            raise _error
-        if when_busy not in ("wait", "refuse"):
-            raise ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
-        if at_exit not in ("wait", "abort"):
-            raise ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
-        chosen = options_of(
+    request = SaveRequest(
+        state=sharded_state_dict,
+        checkpoint_dir=checkpoint_dir,
+        ranks=Ranks.of(process_group),
+        options=partial(
+            options_of,
             "async_save",
             options,
             validate_access_integrity=validate_access_integrity,
             overlap_staging=overlap_staging,
-        )
-        if _latest is not None and not _latest.done():
-            if when_busy == "refuse":
-                raise SaveInProgressError(
-                    f"the asynchronous save to {_latest.url} is still running; wait for its "
-                    "handle, save less often, or pass when_busy='wait'",
-                    url=_latest.url,
-                )
-            _latest.wait()
-        return prepare(
-            sharded_state_dict,
-            checkpoint_dir,
-            chosen,
-            save_strategies(sharded_strategy, common_strategy),
-            arrays=arrays,
-            ranks=ranks,
-            background=RANKS_PURPOSE,
-            preprocess=preprocess_common_before_consistancy_check,
-            content_metadata=content_metadata,
-            verify_integrity=verify_integrity,
-        )
-
-    session, request = run_save(ranks, checkpoint_dir, prepared)
-    assert request is not None
-    _latest = AsyncSave(session, request, at_exit)
+        ),
+        strategies=partial(save_strategies, sharded_strategy, common_strategy),
+        background=RANKS_PURPOSE,
+        preprocess=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
+        verify_integrity=verify_integrity,
+        error=_error or _latest_error(when_busy, at_exit),
+    )
+    session, rest = run_save(request)
+    assert rest is not None
+    _latest = AsyncSave(session, rest, at_exit)
     return _latest
 
 
@@ -176,6 +157,25 @@ def begin_background(begin: Callable[[], Exporting]) -> AsyncSave:
     save = begin()
     _latest = AsyncSave(save, AsyncRequest(save.write, (), [save.finish]), "wait")
     return _latest
+
+
+def _latest_error(when_busy: str, at_exit: str) -> Exception | None:
+    """Wait for the latest save, or return the error that it is still running. Return the error in
+    an argument too."""
+    if when_busy not in ("wait", "refuse"):
+        return ArgumentError(f"when_busy={when_busy!r} must be 'wait' or 'refuse'")
+    if at_exit not in ("wait", "abort"):
+        return ArgumentError(f"at_exit={at_exit!r} must be 'wait' or 'abort'")
+    if _latest is None or _latest.done():
+        return None
+    if when_busy == "refuse":
+        return SaveInProgressError(
+            f"the asynchronous save to {_latest.url} is still running; wait for its handle, save "
+            "less often, or pass when_busy='wait'",
+            url=_latest.url,
+        )
+    _latest.wait()
+    return None
 
 
 class AsyncSave:

@@ -19,6 +19,11 @@ from shardstore.values.record import LIST_LENGTH
 Path: TypeAlias = tuple[Any, ...]
 """Keys and positions that lead to a value in nested dicts and lists."""
 
+
+class Position(int):
+    """A position in a list, as a part of a path."""
+
+
 MOST_DEEP = 300
 """Largest number of nested dicts and lists; functions that walk them call themselves."""
 
@@ -207,17 +212,22 @@ def leaves(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         StructureError: it is nested more than :data:`MOST_DEEP` levels deep, as is a list that
             contains itself.
     """
+    require_shallow(path)
+    for name, value in x.items() if isinstance(x, dict) else enumerate(x):
+        if isinstance(value, dict | list | tuple):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def require_shallow(path: Path) -> None:
+    """Raise :class:`StructureError` if a path is longer than :data:`MOST_DEEP`."""
     if len(path) >= MOST_DEEP:
         raise StructureError(
             f"the state dict is nested more than {MOST_DEEP} levels deep at "
             f"{'.'.join(map(str, path[:8]))}...: look for a dict or list there that contains "
             "itself, and remove it"
         )
-    for name, value in x.items() if isinstance(x, dict) else enumerate(x):
-        if isinstance(value, dict | list | tuple):
-            yield from leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
 
 
 def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
@@ -246,14 +256,13 @@ def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
     """Return a copy of nested dicts and lists with every value ``v`` replaced by ``f(v)``."""
-    if isinstance(x, dict):
-        mapped = empty_like(x)
-        for key, value in x.items():
-            mapped[key] = dict_list_map_outplace(f, value)
-        return mapped
-    if isinstance(x, list):
-        return [dict_list_map_outplace(f, value) for value in x]
-    return f(x)
+    if not isinstance(x, _NESTED):
+        return f(x)
+    pairs = x.items() if isinstance(x, dict) else enumerate(x)
+    mapped = empty_like(x)
+    for key, value in pairs:
+        mapped[key] = dict_list_map_outplace(f, value) if isinstance(value, _NESTED) else f(value)
+    return mapped if isinstance(x, dict) else [*mapped.values()]
 
 
 def shaped_like(asked: Any, found: Any) -> Any:

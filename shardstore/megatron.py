@@ -32,13 +32,12 @@ from shardstore.loading.context import (
     LoadContext,
     find_strategies,
     opened,
-    using,
 )
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.storage.format.names import COMMON_STATE_NAME
 from shardstore.strategies import fully_parallel
 from shardstore.strategies import torch as dcp_strategies
-from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy, called
 from shardstore.strategies.zarr import BACKEND as ZARR_BACKEND
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from shardstore.utils import extract_sharded_objects
@@ -289,16 +288,17 @@ class AnyFormatLoadStrategy(dcp_strategies.TorchDistLoadShardedStrategy):
     ) -> StateDict:
         """Read tensors and objects. Raises the errors of the strategies of the checkpoint's
         format."""
-        with opened(checkpoint_dir) as context, using(replace(context, cast="warn")):
-            (sharded, common), place = find_strategies(context), context.stored.location.place
+        with opened(checkpoint_dir) as context:
+            context = replace(context, cast="warn")
+            sharded, common = find_strategies(context)
             wanted: Any = sharded_state_dict
             if _is_old(context):
                 wanted = dict_list_map_outplace(partial(_renamed, NEW_PREFIX, OLD_PREFIX), wanted)
             loaded: StateDict = {}
             if not sharded.can_handle_sharded_objects:
                 objects, wanted = extract_sharded_objects(wanted)
-                loaded = common.load_sharded_objects(objects, place)
-            merge(loaded, sharded.load(wanted, place))
+                loaded = called(common.load_sharded_objects, objects, context)
+            merge(loaded, called(sharded.load, wanted, context))
             return loaded
 
     def load_tensors_metadata(
@@ -311,7 +311,7 @@ class AnyFormatLoadStrategy(dcp_strategies.TorchDistLoadShardedStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """See :meth:`LoadShardedStrategy.load_sharded_metadata`."""
         with opened(checkpoint_dir) as context:
-            found = serialization.load_sharded_metadata(checkpoint_dir)
+            found = serialization.load_sharded_metadata(cast(Any, context))
             if _is_old(context):
                 renamed = (_renamed(OLD_PREFIX, NEW_PREFIX, value) for value in found.values())
                 found = {getattr(value, "unique_key", value.key): value for value in renamed}
@@ -378,7 +378,7 @@ def _is_old(context: LoadContext) -> bool:
     """Return whether a checkpoint has optimizer states that the installed release cannot load."""
     if not _reads_no_old_states() or not context.stored.has_document(COMMON_STATE_NAME):
         return False
-    return _modernise(find_strategies(context)[1].load_common(context.stored.location.place))
+    return _modernise(called(find_strategies(context)[1].load_common, context))
 
 
 def modernise(common_state: StateDict) -> StateDict:

@@ -8,7 +8,7 @@ in :mod:`shardstore.saving.run`, those of a load in :mod:`shardstore.loading.run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, cast
 
@@ -22,11 +22,10 @@ from shardstore.loading.plan import part_of
 from shardstore.loading.run import LoadCall, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
-from shardstore.saving.run import prepare, run_save
-from shardstore.saving.session import Part
+from shardstore.saving.run import SaveRequest, run_save
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import INTEGRITY_NAME
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, options_of, require_bool
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, options_of
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -35,6 +34,7 @@ from shardstore.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
+    called,
     get_default_strategy,
 )
 from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
@@ -130,31 +130,33 @@ def save(
         RanksError: another rank failed, or did not answer in time.
     """
     ranks = Ranks.of(process_group)
+    validate = validate_access_integrity
+    request = SaveRequest(
+        state=sharded_state_dict,
+        checkpoint_dir=checkpoint_dir,
+        ranks=ranks,
+        options=partial(options_of, "save", options, validate_access_integrity=validate),
+        strategies=partial(save_strategies, sharded_strategy, common_strategy),
+        background="" if async_sharded_save else None,
+        preprocess=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
+        verify_integrity=verify_integrity,
+        error=_async_error(async_strategy, async_sharded_save, ranks),
+    )
+    return run_save(request).request
 
-    def prepared(arrays: bool) -> Part:
-        if async_strategy not in (None, "mcore", "nvrx"):
-            raise ArgumentError(
-                f"async_strategy={async_strategy!r:.100} must be 'mcore', 'nvrx' or None"
-            )
-        require_bool("async_sharded_save", async_sharded_save)
-        if async_sharded_save and ranks.members != Ranks.current().members:
-            raise ArgumentError(
-                "async_sharded_save=True waits for all ranks; use async_save(process_group=)"
-            )
-        return prepare(
-            sharded_state_dict,
-            checkpoint_dir,
-            options_of("save", options, validate_access_integrity=validate_access_integrity),
-            save_strategies(sharded_strategy, common_strategy),
-            arrays=arrays,
-            ranks=ranks,
-            background="" if async_sharded_save else None,
-            preprocess=preprocess_common_before_consistancy_check,
-            content_metadata=content_metadata,
-            verify_integrity=verify_integrity,
+
+def _async_error(strategy: object, is_async: object, ranks: Ranks) -> ArgumentError | None:
+    """Return the error in the arguments of an asynchronous save, if there is one."""
+    if strategy not in (None, "mcore", "nvrx"):
+        return ArgumentError(f"async_strategy={strategy!r:.100} must be 'mcore', 'nvrx' or None")
+    if not isinstance(is_async, bool):
+        return ArgumentError(f"async_sharded_save={is_async!r:.100} must be True or False")
+    if is_async and ranks.members != Ranks.current().members:
+        return ArgumentError(
+            "async_sharded_save=True waits for all ranks; use async_save(process_group=)"
         )
-
-    return run_save(ranks, checkpoint_dir, prepared)[1]
+    return None
 
 
 def save_strategies(
@@ -329,10 +331,8 @@ def load_common_state_dict(
         NotACheckpointError, DamagedCheckpointError, UnsafeObjectError: as :func:`load`.
     """
     with opened(checkpoint_dir, storage_options) as context:
-        _, common_strategy = find_strategies(context)
-        return cast(
-            StateDict, shaped_like({}, common_strategy.load_common(context.stored.location.place))
-        )
+        _, strategy = find_strategies(context)
+        return cast(StateDict, shaped_like({}, called(strategy.load_common, context)))
 
 
 def load_content_metadata(
@@ -380,7 +380,7 @@ def load_tensors_metadata(
     """
     with opened(checkpoint_dir, storage_options) as context:
         strategy, _ = find_strategies(context, sharded_strategy)
-        return strategy.load_tensors_metadata(context.stored.location.place)
+        return called(strategy.load_tensors_metadata, context)
 
 
 def load_sharded_metadata(
@@ -392,12 +392,11 @@ def load_sharded_metadata(
 ) -> CkptShardedMetadata:
     """Do what :func:`load_tensors_metadata` does, and add sharded objects by their unique keys."""
     with opened(checkpoint_dir, storage_options) as context:
-        place = context.stored.location.place
         sharded, common = find_strategies(context, sharded_strategy, common_strategy)
-        metadata = dict(sharded.load_sharded_metadata(place))
+        metadata = dict(called(sharded.load_sharded_metadata, context))
         if not sharded.can_handle_sharded_objects:
             validate_sharded_objects_handling(sharded, common)
-            metadata.update(common.load_sharded_metadata(place))
+            metadata.update(called(common.load_sharded_metadata, context))
         return metadata
 
 

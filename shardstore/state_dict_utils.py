@@ -6,23 +6,26 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
+from typing import Any, TypeAlias
 
 from shardstore.coverage import is_empty_range
 from shardstore.dict_utils import (
     Path,
+    Position,
     dict_list_map_inplace,
     dotted,
     empty_like,
     extract_matching_values,
     leaves,
+    require_shallow,
 )
 from shardstore.errors import StructureError
 from shardstore.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
     ShardedBase,
+    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
@@ -32,11 +35,9 @@ from shardstore.mapping import (
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 from shardstore.values.record import LIST_LENGTH
 
-# The kinds of values, as sets.
-_SHARDED = frozenset(["sharded"])
-_COMMON = frozenset(["common"])
-_LOCAL = frozenset(["local"])
-_EMPTY = frozenset(["empty"])
+_SHARDED, _COMMON, _LOCAL, _EMPTY, _FACTORY = "sharded", "common", "local", "empty", "factory"
+_Parts: TypeAlias = dict[str, Any]
+_Walked: TypeAlias = tuple[set[str], _Parts]
 
 
 def save_preprocess(
@@ -113,64 +114,161 @@ def check_state(state_dict: object) -> None:
         StructureError: the state dict is no dict; dicts and lists in it are nested too deeply, as
             in one that contains itself; or a value is an object that has a state dict itself.
     """
+    require_dict(state_dict)
+    for path, value in leaves(state_dict):
+        _require_value(value, path)
+
+
+def require_dict(state_dict: object) -> None:
+    """Raise :class:`StructureError` unless a state dict is a dict."""
     if not isinstance(state_dict, dict):
         raise StructureError(
             "the state dict must be a dict of tensors and values, not a "
             f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
         )
-    for path, value in leaves(state_dict):
-        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            name = dotted(path)
-            raise StructureError(
-                f"the value at {name!r} is a {type(value).__name__}, an object that has a state "
-                "dict: put its state_dict() into the state dict, and pass what is loaded there to "
-                "its load_state_dict()",
-                key=name,
-            )
 
 
-def number_lists(x: Any, path: Path = (), *, built: bool) -> tuple[Any, frozenset[str]]:
-    """Return a copy in which lists of different kinds of values are dicts by position.
+def _require_value(value: object, path: Path) -> None:
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        name = dotted(path)
+        raise StructureError(
+            f"the value at {name!r} is a {type(value).__name__}, an object that has a state dict: "
+            "put its state_dict() into the state dict, and pass what is loaded there to its "
+            "load_state_dict()",
+            key=name,
+        )
 
-    The kinds are sharded, common and local values. They are stored or kept separately, so the
-    positions of such a list would be lost. The dict stands for the list, see
-    :data:`~shardstore.dict_utils.LIST_LENGTH`.
+
+class StateSplit:
+    """The parts of a state dict, made in one walk.
+
+    The kinds of values are sharded, common and local (non-persistent). They are stored or kept
+    separately, so a list of several kinds would lose its positions. A dict by position stands for
+    it, see :data:`~shardstore.values.record.LIST_LENGTH`.
 
     Args:
-        x: nested dicts and lists of a state dict.
-        path: path of ``x`` in the whole state dict, for error texts.
-        built: whether the factories are built.
+        state: the state dict. A save replaces its factories in place by what they build.
+        loading: whether it is loaded, not saved.
+        adopt: returns the tensor or object that takes the place of one in the state.
+        keys: leave out tensors and objects with other keys, and what builds only such.
 
-    Returns:
-        The copy, and the kinds of values in ``x``.
+    Attributes:
+        found: all tensors and objects, those that factories build included.
+        shards: the paths of those that are saved or loaded, and these.
+        others: all other values, and those in tuples.
+        empty: the paths of the empty dicts and lists.
+        common: the common values of a save.
+        sharded, local: the shards and the unwrapped local values of a load.
+        factories: the factories of a load, without data; lists as dicts by position.
 
     Raises:
-        StructureError: ``x`` holds a tuple with a sharded value, a factory that another factory has
+        StructureError: the state is no dict, or nested too deeply. It holds an object that has a
+            state dict itself, a tuple with a sharded value, a factory that another factory has
             built, or a list with a flattened range of a tensor without elements, which no
             checkpoint holds.
     """
-    if not isinstance(x, dict | list):
-        return x, _kind(x, path, built)
-    items = x.items() if isinstance(x, dict) else enumerate(x)
-    found = [(key, *number_lists(value, (*path, key), built=built)) for key, value in items]
-    kinds = frozenset[str]().union(*{kinds for *_, kinds in found})
-    if isinstance(x, list):
-        if kinds >= _EMPTY:
+
+    def __init__(
+        self,
+        state: ShardedStateDict,
+        *,
+        loading: bool,
+        adopt: Callable[[Any], Any] = lambda shard: shard,
+        keys: Container[str] | None = None,
+    ) -> None:
+        require_dict(state)
+        self._loading, self._adopt, self._keys = loading, adopt, keys
+        self.found: list[ShardedTensor | ShardedObject] = []
+        self.shards: list[tuple[Path, ShardedTensor | ShardedObject]] = []
+        self.others: list[Any] = []
+        self.empty: list[Path] = []
+        _, parts = self._walk(state, (), built=False)
+        self.common: StateDict = parts.get(_COMMON, {})
+        self.sharded: ShardedStateDict = parts.get(_SHARDED, {})
+        self.local: StateDict = parts.get(_LOCAL, {})
+        self.factories: ShardedStateDict = parts.get(_FACTORY, {})
+
+    def _walk(self, x: Any, path: Path, *, built: bool) -> _Walked:
+        """Return the kinds of the values in ``x``, and its parts by kind."""
+        if not isinstance(x, dict | list):
+            return self._leaf(x, path, built=built)
+        require_shallow(path)
+        if not x:
+            self.empty += [] if built else [path]
+            nothing: Any = empty_like(x) if isinstance(x, dict) else []
+            return {_COMMON}, {} if self._loading else {_COMMON: nothing}
+        walked = []
+        for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
+            here = (*path, key if isinstance(x, dict) else Position(key))
+            if isinstance(value, ShardedTensorFactory) and not built:
+                walked.append((key, *self._build(x, key, value, here)))
+            else:
+                walked.append((key, *self._walk(value, here, built=built)))
+        kinds = set[str]().union(*(kinds for _, kinds, _ in walked))
+        if isinstance(x, list) and _EMPTY in kinds:
             raise StructureError(
-                f"the list at {'.'.join(map(str, path)) or 'the top'} holds a flattened range of a "
-                "tensor without elements, which no checkpoint holds, so that the positions of the "
-                "other elements are unknown; make it a dict"
+                f"the list at {dotted(path) or 'the top'} holds a flattened range of a tensor "
+                "without elements, which no checkpoint holds, so that the positions of the other "
+                "elements are unknown; make it a dict"
             )
-        values = [value for _, value, _ in found]
-        if all(one == kinds for *_, one in found):
-            return values, kinds or _COMMON
-        # A load keeps its own lengths, because the stored lists may be others.
-        length = len(values) if built else LocalNonpersistentObject(len(values))
-        return {**dict(enumerate(values)), LIST_LENGTH: length}, kinds | _COMMON
-    numbered = empty_like(x)
-    for key, value, _ in found:
-        numbered[key] = value
-    return numbered, kinds or _COMMON
+        even = all(one == kinds for _, one, _ in walked) or (built and self._loading)
+        if isinstance(x, list) and even:  # the positions stay, or those left out have no kind
+            walked = [(n, *one[1:]) for n, one in enumerate(one for one in walked if one[2])]
+        parts: _Parts = {}
+        for key, _, of_value in walked:
+            for kind, part in of_value.items():
+                parts.setdefault(kind, empty_like(x) if isinstance(x, dict) else {})[key] = part
+        if isinstance(x, list) and even:
+            return kinds, {k: p if k == _FACTORY else list(p.values()) for k, p in parts.items()}
+        if isinstance(x, list):
+            # A load keeps its own lengths, because the stored lists may be others.
+            parts.setdefault(_LOCAL if self._loading else _COMMON, {})[LIST_LENGTH] = len(x)
+            kinds.add(_COMMON)
+        return kinds, parts
+
+    def _build(self, x: Any, key: Any, factory: ShardedTensorFactory, path: Path) -> _Walked:
+        """Walk what a factory builds."""
+        before, shards = len(self.found), len(self.shards)
+        built = factory.build()
+        if not self._loading:
+            x[key] = built
+            return self._walk(built, path, built=True)
+        _, parts = self._walk(built, path, built=True)
+        if len(self.found) > before and len(self.shards) == shards:
+            return {_SHARDED}, {}  # all of it is left out
+        # Without its tensor, which is freed before the merge.
+        return {_SHARDED}, {**parts, _FACTORY: factory.without_data()}
+
+    def _leaf(self, value: Any, path: Path, *, built: bool) -> _Walked:
+        if isinstance(value, ShardedTensorFactory):
+            name = dotted(path)
+            raise StructureError(
+                f"a factory built the factory at {name!r}, and factories are built once; let it "
+                "build sharded tensors",
+                key=name,
+            )
+        if isinstance(value, ShardedTensor | ShardedObject):
+            self.found.append(value := self._adopt(value))
+            is_somewhere = _is_somewhere(value)
+            kept = (built or is_somewhere) if self._loading else not _is_empty(value)
+            if kept := kept and (self._keys is None or value.key in self._keys):
+                self.shards.append((path, value))
+            kind = _SHARDED if is_somewhere else _EMPTY
+            return {kind}, {_SHARDED: value} if kept else {}
+        inside = leaves(value, path) if isinstance(value, tuple) else [(path, value)]
+        for where, one in inside:
+            _require_value(one, where)
+            self.others.append(one)
+        if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
+            name = dotted(path)
+            raise StructureError(
+                f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by "
+                "one rank; make it a list",
+                key=name,
+            )
+        if isinstance(value, LocalNonpersistentObject):
+            return {_LOCAL}, {_LOCAL: value.unwrap()} if self._loading else {}
+        return {_COMMON}, {} if self._loading else {_COMMON: value}
 
 
 def _is_empty(value: Any) -> bool:
@@ -180,26 +278,6 @@ def _is_empty(value: Any) -> bool:
 def _is_somewhere(value: Any) -> bool:
     """Return whether any rank may save a value: no flattened range of a tensor without elements."""
     return not _is_empty(value) or 0 not in value.global_shape
-
-
-def _kind(value: object, path: Path, built: bool) -> frozenset[str]:
-    if isinstance(value, ShardedBase):
-        if built and isinstance(value, ShardedTensorFactory):
-            name = dotted(path)
-            raise StructureError(
-                f"a factory built the factory at {name!r}, and factories are built once; let it "
-                "build sharded tensors",
-                key=name,
-            )
-        return _SHARDED if _is_somewhere(value) else _EMPTY
-    if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
-        name = dotted(path)
-        raise StructureError(
-            f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by one "
-            "rank; make it a list",
-            key=name,
-        )
-    return _LOCAL if isinstance(value, LocalNonpersistentObject) else _COMMON
 
 
 def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[Any]) -> Any:

@@ -28,7 +28,7 @@ from torch.futures import Future
 from shardstore.dcp.files import tensor_metadata
 from shardstore.dict_utils import dotted, empty_places
 from shardstore.errors import CheckpointingException, KeyNameError
-from shardstore.loading.context import LoadContext, using
+from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import assemble, plan_reads, require_cast, require_writable
 from shardstore.loading.read import read_chunks
 from shardstore.mapping import ShardedObject, ShardedTensor
@@ -262,8 +262,9 @@ class StorageReader(Placed, DcpStorageReader):
 
         def read_object(key: str) -> Any:
             wanted = {key: objects[key]}
-            with using(LoadContext(stored=stored)), stored.unless_replaced():
-                return TorchCommonLoadStrategy().load_sharded_objects(wanted, place)[key]
+            context: Any = LoadContext(stored=stored)
+            with stored.unless_replaced():
+                return TorchCommonLoadStrategy().load_sharded_objects(wanted, context)[key]
 
         self._values.update((key, partial(read_object, key)) for key in objects)
         return paths

@@ -17,7 +17,7 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -89,7 +89,7 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     """
 
     can_handle_sharded_objects = True
-    meets_to_plan: ClassVar[str] = "always"
+    meets_to_plan = "always"
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _FilesSave:
         self._written: list[tuple[MetadataIndex, filesystem._StorageInfo]] = []
 
         def local() -> SavePlan:
-            self._folder = Location.of(place)
+            self._folder = Location.of(place) if session is None else session.attempt.location
             if not self._folder.is_local:
                 raise self._folder.error(
                     f": the {BACKEND!r} format is written to local folders only: save to a disk, "
@@ -423,6 +423,10 @@ def _folded(tensor: ShardedTensor) -> ShardedTensor:
     )
 
 
+def _files(place: str | Path) -> DcpFiles:
+    return DcpFiles.open(context_of(place).stored.location)
+
+
 class TorchDistLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy):
     """Load strategy for DCP's own files, of Megatron-Core or of this package.
 
@@ -458,8 +462,8 @@ class TorchDistLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy
                 checksums, so changed bytes of a tensor are not found.
             UnsafeObjectError: an object needs a class that is not allowed.
         """
-        files = DcpFiles.open(checkpoint_dir)
-        context, url = context_of(checkpoint_dir), files.location.url
+        files, context = _files(checkpoint_dir), context_of(checkpoint_dir)
+        url = files.location.url
         tensors = sharded_tensors_of(sharded_state_dict)
         plan = plan_reads(tensors, files.arrays, url, cast=context.cast or self.cast)
         read_chunks(context, plan, read=files.read)
@@ -476,11 +480,11 @@ class TorchDistLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy
             checkpoint_dir: checkpoint to read.
             metadata: argument of Megatron-Core, without effect; the file is read.
         """
-        return whole_tensors(DcpFiles.open(checkpoint_dir).arrays)
+        return whole_tensors(_files(checkpoint_dir).arrays)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the tensors as above, and unique key -> ShardedObject for each stored object."""
-        files = DcpFiles.open(checkpoint_dir)
+        files = _files(checkpoint_dir)
         found = whole_tensors(files.arrays)
         for key in files.objects:
             sharded = ShardedObject.empty_from_unique_key(key)
@@ -526,4 +530,4 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
         if context_of(checkpoint_dir).stored.has_document(COMMON_STATE_NAME):
             return super().load_common(checkpoint_dir)
         key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
-        return cast(StateDict, DcpFiles.open(checkpoint_dir).read_unwrapped(key))
+        return cast(StateDict, _files(checkpoint_dir).read_unwrapped(key))

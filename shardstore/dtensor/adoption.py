@@ -18,7 +18,7 @@ that several ranks hold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,50 +52,20 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
         KeyNameError: two tensors have the same key.
     """
     check_state(state_dict)
-    return _adopt(state_dict)
+    return adopt(state_dict)
 
 
-class _Everything(Container[str]):
-    """All keys."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-
-def shard_for_load(state_dict: StateDict) -> ShardedStateDict:
-    """Do what :func:`shard` does, for a load that fills every tensor."""
-    check_state(state_dict)
-    return _adopt(state_dict, _Everything())
-
-
-def adopt_for_save(state_dict: ShardedStateDict, *, arrays: bool = False) -> ShardedStateDict:
-    """Return the state dict with DTensors as sharded tensors, and plain tensors too if it has any.
+def needs_adoption(values: Sequence[Any], shards: Sequence[ShardedBase]) -> bool:
+    """Return whether a load needs :func:`adopt`.
 
     Args:
-        state_dict: the state dict of the save.
-        arrays: make sharded tensors of the plain tensors in any case.
+        values: the values of the state dict that are not sharded.
+        shards: the others.
     """
-    return _adopt(state_dict) if arrays or _dtensors(state_dict) else state_dict
-
-
-def adopt_for_load(
-    state_dict: ShardedStateDict, stored: Callable[[], Container[str]]
-) -> ShardedStateDict:
-    """Return the state dict with the tensors that are loaded from arrays as sharded tensors.
-
-    Args:
-        state_dict: the state dict of the load.
-        stored: returns the keys of the stored arrays; called only if there are plain tensors.
-    """
-    return _adopt(state_dict, stored()) if needs_adoption(state_dict) else state_dict
-
-
-def needs_adoption(state_dict: ShardedStateDict) -> bool:
-    """Return whether :func:`adopt_for_load` needs the stored keys."""
-    if _dtensors(state_dict):
-        return True
-    values = [value for _, value in leaves(state_dict)]
-    return any(map(_is_plain, values)) and not any(isinstance(v, ShardedBase) for v in values)
+    kind = _dtensor_type()
+    return any(isinstance(value, kind) for value in values) or (
+        not shards and any(map(_is_plain, values))
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -108,13 +78,15 @@ def _dtensor_type() -> Any:
     return getattr(module, "DTensor", ())
 
 
-def _dtensors(state: Any) -> list[DTensor]:
+def dtensors_of(state: Any) -> list[DTensor]:
+    """Return the DTensors in nested dicts, lists and tuples."""
     kind = _dtensor_type()
     return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
 
 
-def _adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
-    """Convert a state dict; for a load, with the keys of the stored arrays."""
+def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
+    """Return a state dict with DTensors and plain tensors as sharded tensors; in a load (``stored``
+    has the keys of the stored arrays), plain tensors that are stored as arrays."""
     kind = _dtensor_type()
     seen: dict[str, Path] = {}
 
@@ -136,7 +108,7 @@ def _adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict
             return walked
         if isinstance(value, list):
             return [walk(item, (*path, i)) for i, item in enumerate(value)]
-        if isinstance(value, tuple) and _dtensors(value):
+        if isinstance(value, tuple) and dtensors_of(value):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
                 "tensors, so make it a list",

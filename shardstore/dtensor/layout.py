@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 import torch
 
 from shardstore.coverage import as_flat_range
-from shardstore.dict_utils import nested_items_iter, nested_values
-from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import AccessPatternError, ArgumentError
 from shardstore.mapping import (
     LocalNonpersistentObject,
@@ -194,16 +192,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
             )
         return made
 
-    return DTensorFactory(key, local, build, merge)
-
-
-class DTensorFactory(ShardedTensorFactory):
-    """A factory that :func:`sharded_from_dtensor` made."""
-
-
-def is_description(value: object) -> bool:
-    """Return whether a sharded value was made of a DTensor or plain tensor, not by the program."""
-    return isinstance(value, ClaimedTensor | DTensorFactory)
+    return ShardedTensorFactory(key, local, build, merge)
 
 
 @lru_cache(maxsize=64)
@@ -273,16 +262,14 @@ class ClaimedTensor(ShardedTensor):
     writer: int | None = None
 
 
-def claim_among(state: ShardedStateDict, ranks: Ranks) -> None:
-    """Prepare the shards of a state, in place, for a save or load by some ranks. If these are not
-    the holders of a shard, a copy takes its place, which is a main replica on each rank until
-    :func:`apply_claims`."""
-    everyone = frozenset(ranks.members)
-    for container, key, value in nested_items_iter(state):
-        if isinstance(value, ClaimedTensor) and value.holders != everyone:
-            claimed = copy(value)
-            claimed.writer, claimed.replica_id = ranks.members[0], 0
-            container[key] = claimed
+def claimed(everyone: frozenset[int], shard: Any) -> Any:
+    """Return a shard for a save or load by some ranks. If these are not its holders, return a copy,
+    which is a main replica on each rank until :func:`apply_claims`."""
+    if not isinstance(shard, ClaimedTensor) or shard.holders == everyone:
+        return shard
+    claimed = copy(shard)
+    claimed.writer, claimed.replica_id = min(everyone), 0
+    return claimed
 
 
 def is_claimed(value: object) -> TypeGuard[ClaimedTensor]:
@@ -290,10 +277,9 @@ def is_claimed(value: object) -> TypeGuard[ClaimedTensor]:
     return isinstance(value, ClaimedTensor) and value.writer is not None
 
 
-def claims(state: ShardedStateDict) -> bytes:
+def claims(shards: Iterable[Any]) -> bytes:
     """Return a report of the shards that this rank claims."""
-    found = filter(is_claimed, nested_values(state))
-    return pickle.dumps([_sharded_tensor_shard_id(tensor) for tensor in found])
+    return pickle.dumps([_sharded_tensor_shard_id(one) for one in filter(is_claimed, shards)])
 
 
 def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
@@ -305,9 +291,9 @@ def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
     return pickle.dumps(owners)
 
 
-def apply_claims(state: ShardedStateDict, decided: bytes, rank: int) -> None:
+def apply_claims(shards: Iterable[Any], decided: bytes, rank: int) -> None:
     """Give the claimed shards that another rank writes a replica id other than 0, in place."""
     owners = pickle.loads(decided)
-    for tensor in filter(is_claimed, nested_values(state)):
+    for tensor in filter(is_claimed, shards):
         tensor.writer = owners[_sharded_tensor_shard_id(tensor)]
         tensor.replica_id = 0 if tensor.writer == rank else rank + 1

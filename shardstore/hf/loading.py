@@ -16,10 +16,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
-from shardstore.dict_utils import nested_values, shaped_like, united
+from shardstore.dict_utils import (
+    dict_list_map_outplace,
+    dotted,
+    leaves,
+    nested_values,
+    shaped_like,
+    united,
+)
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Group, gathered
-from shardstore.dtensor.adoption import shard_for_load
+from shardstore.dtensor.adoption import adopt
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.hf.files import WeightFiles
 from shardstore.hf.rules import SCALE_SUFFIX, Rule, Scaled, Source, Sources
@@ -36,17 +43,24 @@ from shardstore.loading.plan import (
 )
 from shardstore.loading.read import read_chunks
 from shardstore.loading.replicas import Offer, agree
-from shardstore.loading.run import LoadCall, restricted_to
-from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict, apply_factory_merges
+from shardstore.loading.run import LoadCall
+from shardstore.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateDict,
+    apply_factory_merges,
+)
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.state_dict_utils import load_preprocess, number_lists
+from shardstore.state_dict_utils import StateSplit, check_state
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
-from shardstore.utils import extract_sharded_base
 from shardstore.validation import StrictHandling, report_keys
 
 logger = logging.getLogger(__name__)
@@ -159,28 +173,6 @@ class _Call(LoadCall):
 
 
 @dataclass(frozen=True)
-class _Request:
-    """A state dict, split.
-
-    Attributes:
-        wanted: its sharded tensors.
-        kept: its other values.
-        factories: its factories, for the merge.
-    """
-
-    wanted: ShardedStateDict
-    kept: StateDict
-    factories: StateDict
-
-    @classmethod
-    def of(cls, state: ShardedStateDict) -> _Request:
-        """Split a state dict."""
-        wanted, local, factories = load_preprocess(state)
-        wanted, common = extract_sharded_base(wanted)
-        return cls(wanted, united(common, local), factories)
-
-
-@dataclass(frozen=True)
 class _Stored:
     """The files, as the reader of a load sees a checkpoint."""
 
@@ -234,8 +226,10 @@ class _Loading:
         names = self.call.names
         if not (names is None or callable(names) or isinstance(names, Mapping)):
             raise ArgumentError(f"names={names!r:.100} must be a mapping or a function")
-        state, _ = number_lists(shard_for_load(self.call.sharded_state_dict), built=False)
-        return location, offered, state
+        state = self.call.sharded_state_dict
+        check_state(state)
+        everything = {dotted(path) for path, _ in leaves(state)}
+        return location, offered, dict_list_map_outplace(_kept, adopt(state, everything))
 
     def _open(self, reports: Sequence[bytes]) -> bytes:
         """Read the headers for all ranks. The coordinator calls it."""
@@ -252,11 +246,12 @@ class _Loading:
         Raises:
             MissingKeyError: the files lack a key, and the mode does not compare keys.
         """
-        request = _Request.of(state)
+        request = StateSplit(state, loading=True)
+        entries = [entry for _, entry in request.shards]
         found: dict[str, Source] = {}
         lost: dict[str, str] = {}
         of_name: dict[str, str] = {}
-        for entry in nested_values(request.wanted):
+        for entry in entries:
             key = entry.key
             if key in found or key in lost:
                 continue
@@ -274,17 +269,15 @@ class _Loading:
                     lost[key] = f"{name} (an object, which safetensors files do not hold)"
             except MissingKeyError as error:
                 lost[key] = str(error.key)
-        held = {_memory(t): t.key for t in nested_values(request.wanted) if t.key in found}
-        tied = {
-            t.key for t in nested_values(request.wanted) if t.key in lost and _memory(t) in held
-        }
+        held = {_memory(t): t.key for t in entries if t.key in found}
+        tied = {t.key for t in entries if t.key in lost and _memory(t) in held}
         unexpected = set(lost) - tied
         if unexpected and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.call.mode):
             name = next(name for key, name in lost.items() if key in unexpected)
             more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
             raise missing_key(name, sources.arrays, sources.url, more)
         if unexpected:
-            request = _Request.of(restricted_to(state, {*found, *tied}))
+            request = StateSplit(state, loading=True, keys={*found, *tied})
         return _Match(request, found, tied, unexpected)
 
     def _used(self, match: _Match) -> bytes:
@@ -300,7 +293,7 @@ class _Loading:
         Returns:
             The wanted tensors, the plan, the missing and the unexpected keys.
         """
-        mode, wanted = self.call.mode, match.request.wanted
+        mode, wanted = self.call.mode, match.request.sharded
         missing = set(files.arrays) - used if self.call.compares_all else set[str]()
         report_keys(mode, missing, match.unexpected)
         if self.call.device is not None:
@@ -345,7 +338,7 @@ class _Loading:
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in nested_values(wanted) if t.key in match.tied}
         loaded = assemble(plan, wanted, files.location.url, tied)
-        state = united(match.request.kept, loaded)
+        state = united(match.request.local, loaded)
         return apply_factory_merges(state, match.request.factories)
 
 
@@ -359,10 +352,16 @@ class _Match(NamedTuple):
         unexpected: all other keys that the files lack.
     """
 
-    request: _Request
+    request: StateSplit
     sources: dict[str, Source]
     tied: set[str]
     unexpected: set[str]
+
+
+def _kept(value: Any) -> Any:
+    """Return a value of a state dict; one that is not loaded as one that stays as it is."""
+    is_loaded = isinstance(value, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
+    return value if is_loaded else LocalNonpersistentObject(value)
 
 
 def _memory(entry: Any) -> object:

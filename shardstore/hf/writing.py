@@ -26,7 +26,7 @@ from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
 from shardstore.coverage import join_reports, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.adoption import adopt_for_save
+from shardstore.dtensor.adoption import adopt
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -450,7 +450,7 @@ def _begin(
 def tensors_of(state_dict: StateDict) -> list[ShardedTensor]:
     """Return the tensors of a state dict."""
     check_state(state_dict)
-    state = adopt_for_save(state_dict, arrays=True)
+    state = adopt(state_dict)
     apply_factories(state)
     values = list(leaves(state))
     if left_out := [dotted(path) for path, one in values if not isinstance(one, ShardedTensor)]:

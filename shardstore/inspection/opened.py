@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import islice, product
 from operator import getitem
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardstore.errors import (
     ArgumentError,
@@ -257,11 +257,10 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             return record.nested(self.url, objects)
         if self.is_foreign and not self.stored.has_document(COMMON_STATE_NAME):
             return {}
-        from shardstore.loading.context import LoadContext, using
+        from shardstore.loading.context import LoadContext
         from shardstore.serialization import load_common_state_dict
 
-        with using(LoadContext(stored=self.stored)):
-            return load_common_state_dict(self.stored.location.place)
+        return load_common_state_dict(cast(Any, LoadContext(stored=self.stored)))
 
     @unlocked_property
     def objects(self) -> StoredObjects:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
-from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, running
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
 CONTENT_METADATA_KEY = "content_metadata"
@@ -57,30 +56,24 @@ class LoadContext:
             return nullcontext()
         return raise_together(self.group, f"loading {self.stored.location.url} together")
 
-
-# A ContextVar, because strategies have Megatron-Core's signature load(state_dict, checkpoint_dir).
-_current: ContextVar[LoadContext | None] = ContextVar("load_context", default=None)
-
-
-@contextmanager
-def using(context: LoadContext) -> Iterator[None]:
-    """Pass a context to the strategies that the block calls."""
-    token = _current.set(context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    @property
+    def place(self) -> str | Path:
+        """The folder or URL of the checkpoint, for strategies of other programs."""
+        return self.stored.location.place
 
 
-def context_of(place: str | Path | Location) -> LoadContext:
+def context_of(place: str | Path | Location | LoadContext) -> LoadContext:
     """Return the context of the load that calls a strategy.
 
     Args:
         place: the checkpoint. It is opened again if the current load reads another checkpoint, or
             if a strategy is called without a load.
     """
-    location = Location.of(place)
-    current = _current.get() or LoadContext(stored=StoredCheckpoint(location))
+    if isinstance(place, LoadContext):
+        return place
+    location, current = Location.of(place), running.get()
+    if not isinstance(current, LoadContext):
+        return LoadContext(stored=StoredCheckpoint(location))
     if current.stored.location.url == location.url:
         return current
     return replace(current, stored=StoredCheckpoint(location))
@@ -134,19 +127,22 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
 
 @contextmanager
 def opened(
-    checkpoint_dir: str | Path, storage_options: Mapping[str, Any] | None = None
+    checkpoint_dir: str | Path | LoadContext, storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[LoadContext]:
-    """Open a checkpoint for the strategies that the block calls.
+    """Open a checkpoint for a query. An error of a replaced checkpoint says so.
 
     In an object store, the root document is requested once, or twice if it is larger than
     :data:`START_BYTES`.
     """
+    if isinstance(checkpoint_dir, LoadContext):
+        yield checkpoint_dir
+        return
     location = Location.of(checkpoint_dir, storage_options)
     context = context_of(location)
-    if not location.is_local and context is not _current.get():
+    if not location.is_local and context is not running.get():
         documents = read_documents(location, ["zarr.json"])
         context = replace(context, stored=StoredCheckpoint(location, documents=documents))
-    with using(context), context.stored.unless_replaced():
+    with context.stored.unless_replaced():
         yield context
 
 

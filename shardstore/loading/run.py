@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -23,20 +23,12 @@ import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.coverage import check_reports, join_reports, keys_of, report_shards
-from shardstore.dict_utils import (
-    dict_list_map_outplace,
-    dotted,
-    empty_places,
-    extract_matching_values,
-    leaves,
-    nested_values,
-    shaped_like,
-    united,
-)
+from shardstore.dict_utils import Path as StatePath
+from shardstore.dict_utils import dict_list_map_outplace, dotted, shaped_like, united
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import adopt_for_load, needs_adoption
-from shardstore.dtensor.layout import apply_claims, claim_among, claims, decide_claims, is_claimed
+from shardstore.dtensor.adoption import adopt, needs_adoption
+from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims, is_claimed
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -44,27 +36,25 @@ from shardstore.errors import (
     RanksError,
     kind_of_dcp,
 )
-from shardstore.loading.context import LoadContext, find_strategies, read_documents, using
+from shardstore.loading.context import LoadContext, find_strategies, read_documents
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import Offer, agree, offer
 from shardstore.mapping import (
     LocalNonpersistentObject,
-    ShardedBase,
     ShardedStateDict,
-    ShardedTensorFactory,
     StateDict,
     apply_factory_merges,
 )
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.state_dict_utils import check_state, load_preprocess, number_lists
+from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
-from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from shardstore.utils import extract_sharded_base, extract_sharded_objects
+from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
+from shardstore.utils import extract_sharded_objects
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
@@ -123,13 +113,6 @@ class LoadCall:
         """Whether the stored keys are compared with the keys of all ranks together."""
         return StrictHandling.requires_global_app_metadata(self.mode)
 
-    @cached_property
-    def empty_places(self) -> list[str]:
-        """Names of the empty dicts and lists in the state dict, if the keys that all ranks ask for
-        are known."""
-        known = self.validate_access_integrity or self.compares_all
-        return [*map(dotted, empty_places(self.sharded_state_dict))] if known else []
-
     @property
     def device(self) -> torch.device | None:
         """Device of new tensors; ``None``: the host."""
@@ -162,47 +145,25 @@ class LoadCall:
         return offer(self.replica_group, self.share_replicas, location)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Request:
+class _Request(StateSplit):
     """The request of one rank.
 
     Attributes:
-        state: the caller's state dict, with DTensors as sharded tensors, and with
-            :func:`number_lists`.
-        wanted: its sharded tensors and objects.
-        nonpersistent, factories: parts that :func:`load_preprocess` splits off.
-        ranks: the ranks of the load.
+        wanted: the tensors and objects to load.
     """
 
-    state: ShardedStateDict
-    wanted: ShardedStateDict
-    nonpersistent: StateDict
-    factories: StateDict
-    ranks: Ranks
+    def __init__(
+        self, state: ShardedStateDict, ranks: Ranks, keys: Container[str] | None = None
+    ) -> None:
+        adopt = partial(claimed, frozenset(ranks.members))
+        super().__init__(state, loading=True, adopt=adopt, keys=keys)
+        self.restricted = partial(_Request, state, ranks)
+        self.wanted = [shard for _, shard in self.shards]
 
-    @classmethod
-    def of(cls, state: ShardedStateDict, ranks: Ranks) -> _Request:
-        """Split a state dict."""
-        state, _ = number_lists(state, built=False)
-        wanted, nonpersistent, factories = load_preprocess(state)
-        wanted, _ = extract_sharded_base(wanted)
-        claim_among(wanted, ranks)
-        return cls(state, wanted, nonpersistent, factories, ranks)
-
-    def restricted(self, keys: Container[str]) -> _Request:
-        """Return the request :func:`restricted_to` keys."""
-        return self.of(restricted_to(self.state, keys), self.ranks)
-
-
-def restricted_to(state: ShardedStateDict, keys: Container[str]) -> ShardedStateDict:
-    """Return a state dict without tensors, objects and factories of which no key is in ``keys``."""
-
-    def is_left_out(value: Any) -> bool:
-        built = value.build() if isinstance(value, ShardedTensorFactory) else value
-        parts = [part for _, part in leaves([built]) if isinstance(part, ShardedBase)]
-        return bool(parts) and not any(part.key in keys for part in parts)
-
-    return cast(ShardedStateDict, extract_matching_values(state, is_left_out)[1])
+    @property
+    def needs_stored(self) -> bool:
+        """Whether the request depends on the stored arrays, or on the claims of other ranks."""
+        return needs_adoption(self.others, self.found) or any(map(is_claimed, self.wanted))
 
 
 def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
@@ -271,26 +232,24 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
         )
         context, asked = open_checkpoint(call, location, offered, answer, meter)
         watched = context.stored.unless_replaced()
-        with using(context), _errors_of(context):
-            if request is None or asked is None:
+        with _errors_of(context):
+            if asked is None:
                 # Every rank finds the stored arrays of its plain tensors and DTensors.
-                adopted, owners = step(
-                    watched(lambda: _adopt(call, context, ranks)),
+                request, owners = step(
+                    watched(partial(_adopt, call, context, request, ranks)),
                     lambda adopted: claims(adopted.wanted),
                     lambda reports: decide_claims(reports, ranks.members),
                 )
-                apply_claims(adopted.wanted, owners, ranks.rank)
+                apply_claims(request.wanted, owners, ranks.rank)
                 _, answer = step(
-                    lambda: pickle.dumps(_report(call, adopted)),
+                    lambda: pickle.dumps(_report(call, request, is_final=True)),
                     bytes,
                     lambda said: pickle.dumps(_checked(call, _parsed(said), ranks)),
                     _joined,
                 )
-                request, asked = adopted, pickle.loads(answer)
-            (read, missing, unexpected), _ = step(
-                watched(lambda: _match(call, context, request, asked))
-            )
-            loaded, _ = step(watched(read))
+                asked = pickle.loads(answer)
+            matched, _ = step(watched(partial(match_keys, call, context, request, asked)))
+            loaded, _ = step(watched(partial(read_matched, context, matched)))
             loaded = cast(StateDict, shaped_like(call.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
@@ -305,7 +264,7 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
             world_size=ranks.world_size,
         )
     if StrictHandling.requires_returning_mismatch_keys(call.mode):
-        return loaded, missing, unexpected
+        return loaded, matched.missing, matched.unexpected
     return loaded
 
 
@@ -355,30 +314,25 @@ def open_checkpoint(
 # -- the request -----------------------------------------------------------------------------------
 
 
-def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _Request | None]:
-    """Check the arguments, and split the state dict unless this needs the stored keys or the claims
-    of other ranks."""
-    state = call.sharded_state_dict
-    check_state(state)
-    if not any(isinstance(value, ShardedBase) for value in nested_values(state)):
+def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _Request]:
+    """Check the arguments, and split the state dict."""
+    request = _Request(call.sharded_state_dict, ranks)
+    if not request.found:
         kept = torch.Tensor | LocalNonpersistentObject
-        values = dict_list_map_outplace(lambda v: None if isinstance(v, kept) else v, state)
+        values = dict_list_map_outplace(
+            lambda v: None if isinstance(v, kept) else v, call.sharded_state_dict
+        )
         require_loadable(values, "the value")
-    offered = call.checked_offer(location)
-    if needs_adoption(call.sharded_state_dict):
-        return offered, None
-    request = _Request.of(call.sharded_state_dict, ranks)
-    return offered, None if any(map(is_claimed, nested_values(request.wanted))) else request
+    return call.checked_offer(location), request
 
 
-def _adopt(call: LoadCall, context: LoadContext, ranks: Ranks) -> _Request:
+def _adopt(call: LoadCall, context: LoadContext, request: _Request, ranks: Ranks) -> _Request:
     """Find the stored arrays of plain tensors and DTensors."""
     strategy, _ = find_strategies(context, call.sharded_strategy)
-    place = context.stored.location.place
-    return _Request.of(
-        adopt_for_load(call.sharded_state_dict, lambda: strategy.load_tensors_metadata(place)),
-        ranks,
-    )
+    if not needs_adoption(request.others, request.found):
+        return request
+    stored = called(strategy.load_tensors_metadata, context)
+    return _Request(adopt(call.sharded_state_dict, stored), ranks)
 
 
 class _Report(NamedTuple):
@@ -387,7 +341,7 @@ class _Report(NamedTuple):
     Attributes:
         shards: report of the shards; no bytes if those of a rank are not known yet, and a report
             without shards if none are compared.
-        has_empty: whether a rank's :attr:`LoadCall.empty_places` has any.
+        has_empty: whether a rank's state dict has empty dicts or lists, and keys are known.
         offers: reports about groups that share the reading.
     """
 
@@ -396,13 +350,15 @@ class _Report(NamedTuple):
     offers: Sequence[Offer] = ()
 
 
-def _report(call: LoadCall, request: _Request | None, offers: Sequence[Offer] = ()) -> _Report:
+def _report(
+    call: LoadCall, request: _Request, offers: Sequence[Offer] = (), *, is_final: bool = False
+) -> _Report:
     """Return this rank's report."""
-    if request is None:
-        return _Report(b"", bool(call.empty_places), offers)
     compared = call.validate_access_integrity or call.compares_all
-    shards = report_shards(nested_values(request.wanted) if compared else ())
-    return _Report(shards, bool(call.empty_places), offers)
+    has_empty = compared and any(request.empty)
+    if request.needs_stored and not is_final:
+        return _Report(b"", has_empty, offers)
+    return _Report(report_shards(request.wanted if compared else ()), has_empty, offers)
 
 
 def _parsed(said: Sequence[bytes]) -> list[_Report]:
@@ -455,58 +411,80 @@ def _checked(call: LoadCall, reports: Sequence[_Report], ranks: Ranks) -> set[st
 # -- comparison with the checkpoint ----------------------------------------------------------------
 
 
-def _require_nothing_below(call: LoadCall, left: set[str], place: str | Path) -> None:
+def _require_nothing_below(empty: Iterable[StatePath], left: set[str], url: str) -> None:
     """Raise an error if arrays that no rank asks for (``left``) are stored below an empty dict or
     list. Common values there are loaded, but an array needs a layout."""
-    for name in call.empty_places:
+    for name in map(dotted, filter(None, empty)):
         if found := sorted(key for key in left if key.startswith(f"{name}.")):
             raise MissingKeyError(
-                f"the state dict is empty at {name!r}, where {place} has {len(found)} array(s), "
+                f"the state dict is empty at {name!r}, where {url} has {len(found)} array(s), "
                 f"such as {found[0]!r}; an empty dict or list does not say under which layout to "
                 "load them. Make the tensors first (an optimizer's by "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave "
                 f"{name!r} out of the state dict",
                 key=found[0],
-                url=str(place),
+                url=url,
             )
 
 
-def _match(
-    call: LoadCall, context: LoadContext, request: _Request, asked: set[str]
-) -> tuple[Callable[[], StateDict], set[str], set[str]]:
-    """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
-    mode of ``strict``.
+class _Matched(NamedTuple):
+    """A request that was compared with the stored entries.
 
-    Returns:
-        The function that reads; the missing keys; the unexpected keys.
+    Attributes:
+        request: what is loaded.
+        wanted: its tensors and objects by number, with destinations.
+        common: the stored common values.
+        for_tensors, for_common: the strategies.
+        missing, unexpected: the keys that do not match.
     """
-    place = context.stored.location.place
+
+    request: _Request
+    wanted: ShardedStateDict
+    common: StateDict
+    for_tensors: LoadShardedStrategy
+    for_common: LoadCommonStrategy
+    missing: set[str]
+    unexpected: set[str]
+
+
+def match_keys(
+    call: LoadCall, context: LoadContext, request: _Request, asked: set[str]
+) -> _Matched:
+    """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
+    mode of ``strict``."""
     for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
-    common_state = for_common.load_common(place)
+    common = called(for_common.load_common, context)
     stored: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
-        found = call.stored_metadata(place, for_tensors, for_common).values()
+        found = called(
+            lambda place: call.stored_metadata(place, for_tensors, for_common).values(), context
+        )
         stored = {item.key for item in found} - {COMMON_OBJECT}
-    elif call.empty_places:
-        _require_nothing_below(call, set(for_tensors.load_tensors_metadata(place)) - asked, place)
-    wanted, missing, unexpected = compare_keys(request.wanted, call.mode, asked, stored)
-    if wanted is not request.wanted:
-        request = request.restricted({item.key for item in nested_values(wanted)})
+    elif any(request.empty) and (call.validate_access_integrity or call.compares_all):
+        held = called(for_tensors.load_tensors_metadata, context)
+        _require_nothing_below(request.empty, {*held} - asked, context.stored.location.url)
+    everything = {str(number): item for number, item in enumerate(request.wanted)}
+    wanted, missing, unexpected = compare_keys(everything, call.mode, asked, stored)
+    if wanted is not everything:
+        request = request.restricted({item.key for item in wanted.values()})
+        wanted = {str(number): item for number, item in enumerate(request.wanted)}
     if call.device is not None:
         wanted = with_destinations(wanted, call.device)
+    return _Matched(request, wanted, common, for_tensors, for_common, missing, unexpected)
 
-    def read() -> StateDict:
-        """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
-        Merge them with common values, non-persistent objects and factories."""
-        state, tensors = united(common_state, request.nonpersistent), wanted
-        # Objects come first, so that no rank waits in the exchange for a rank that failed to load
-        # them.
-        with context.together():
-            if not for_tensors.can_handle_sharded_objects:
-                validate_sharded_objects_handling(for_tensors, for_common)
-                objects, tensors = extract_sharded_objects(tensors)
-                state = united(state, for_common.load_sharded_objects(objects, place))
-        state = united(state, for_tensors.load(tensors, place))
-        return apply_factory_merges(state, request.factories)
 
-    return read, missing, unexpected
+def read_matched(context: LoadContext, matched: _Matched) -> StateDict:
+    """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
+    Merge them with common values, non-persistent objects and factories."""
+    request, tensors, loaded = matched.request, matched.wanted, dict[str, Any]()
+    # Objects come first, so that no rank waits in the exchange for a rank that failed to load them.
+    with context.together():
+        if not matched.for_tensors.can_handle_sharded_objects:
+            validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
+            objects, tensors = extract_sharded_objects(tensors)
+            loaded = called(matched.for_common.load_sharded_objects, objects, context)
+    loaded = {**loaded, **called(matched.for_tensors.load, tensors, context)}
+    values = {id(item): loaded[str(number)] for number, item in enumerate(request.wanted)}
+    sharded = dict_list_map_outplace(lambda item: values[id(item)], request.sharded)
+    state = united(united(matched.common, request.local), sharded)
+    return apply_factory_merges(state, request.factories)

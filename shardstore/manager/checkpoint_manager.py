@@ -43,8 +43,7 @@ from shardstore.manager.schedule import (
 from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
-from shardstore.saving.run import prepare, run_save
-from shardstore.saving.session import Part
+from shardstore.saving.run import SaveRequest, run_save
 from shardstore.serialization import load, save_strategies
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -348,26 +347,18 @@ class CheckpointManager:
         place, about, used, given, error = self._prepare(step, metrics, options)
         validate = given.pop("validate_access_integrity", True)
         strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
-        preprocess = given.pop("preprocess_common_before_consistancy_check", None)
-        content = given.pop("content_metadata", None)
-        ranks = self._hurried(Ranks.of(self._group))
-
-        def prepared(arrays: bool) -> Part:
-            if error is not None:
-                raise error
-            return prepare(
-                state,
-                place.place,
-                options_of("save", given, validate_access_integrity=validate),
-                save_strategies(*strategies),
-                arrays=arrays,
-                ranks=ranks,
-                preprocess=preprocess,
-                content_metadata=content,
-            )
-
+        request = SaveRequest(
+            state=state,
+            checkpoint_dir=place.place,
+            ranks=self._hurried(Ranks.of(self._group)),
+            preprocess=given.pop("preprocess_common_before_consistancy_check", None),
+            content_metadata=given.pop("content_metadata", None),
+            options=partial(options_of, "save", given, validate_access_integrity=validate),
+            strategies=partial(save_strategies, *strategies),
+            error=error,
+        )
         with self._steps.using(used):
-            session, _ = run_save(ranks, place.place, prepared)
+            session, _ = run_save(request)
         self._served()
         self._steps.damaged.discard(about.step)
         if self._is_first:

@@ -25,11 +25,12 @@ import numpy as np
 import torch
 import xxhash
 
-from shardstore.dict_utils import Path, diff, dotted, nested_values, united
+from shardstore.dict_utils import Path, Position, diff, dotted, united
 from shardstore.distributed.groups import first_of
-from shardstore.dtensor.layout import ClaimedTensor, is_description
+from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.errors import AccessPatternError, StructureError
-from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
+from shardstore.mapping import StateDict
+from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.format import dtypes
 from shardstore.values import torch_dump
 from shardstore.values.plain import NotPlainError
@@ -42,10 +43,6 @@ REMEDY = (
     "Give a value that differs between ranks a key for each rank, or make it a ShardedObject; else "
     "make the copies equal"
 )
-
-
-class Position(int):
-    """A position in a list, as a part of a path."""
 
 
 class Report(NamedTuple):
@@ -104,24 +101,15 @@ class PlainValues:
     has_shards: bool
 
     @classmethod
-    def of(
-        cls, given: StateDict, sharded: ShardedStateDict, common: StateDict, compared: Any
-    ) -> PlainValues:
-        """Return the values of a state dict that was split.
-
-        Args:
-            given: the caller's state dict.
-            sharded: its sharded values, with plain tensors that became arrays.
-            common: its other values.
-            compared: see :attr:`compared`.
-        """
+    def of(cls, split: StateSplit, compared: StateDict | None) -> PlainValues:
+        """Return the values of a state dict that was split. For ``compared`` see the attribute."""
         arrays = {
             path: value.data
-            for path, value in _walked(sharded)
+            for path, value in split.shards
             if isinstance(value, ClaimedTensor) and not value.holders and value.data is not None
         }
-        shards = (value for value in nested_values(given) if isinstance(value, ShardedBase))
-        return cls(common, arrays, compared, not all(map(is_description, shards)))
+        has_shards = not all(isinstance(value, ClaimedTensor) for value in split.found)
+        return cls(split.common, arrays, compared, has_shards)
 
     @cached_property
     def leaves(self) -> dict[Path, Any]:
@@ -163,18 +151,20 @@ class PlainValues:
             found[path] = Leaf(digest, path in self.arrays, pickled)
         return pickle.dumps(found)
 
-    def unite(self, reports: Mapping[int, bytes], url: str, *, equal: bool) -> None:
+    def unite(self, url: str, ranks: Sequence[int], equal: bool, reports: list[bytes]) -> None:
         """Add the values that only other ranks hold to :attr:`common`. The coordinator calls it.
 
         Args:
-            reports: rank -> its :meth:`differing`; the coordinator first.
             url: target of the save, for texts.
+            ranks: the ranks of the save; the coordinator first.
             equal: raise an error for copies that differ; otherwise log a warning.
+            reports: :meth:`differing` of each rank.
 
         Raises:
             AccessPatternError: the values of two ranks do not fit into one state dict, or differ.
         """
-        coordinator, *others = reports
+        coordinator, *others = ranks
+        by_rank = dict(zip(ranks, reports, strict=True))
         held = {
             path: (coordinator, Leaf(digest, path in self.arrays))
             for path, digest in self.digests.items()
@@ -183,7 +173,7 @@ class PlainValues:
         differing: dict[Path, list[int]] = {}
         for rank in others:
             new: dict[Path, Leaf] = {}
-            for path, leaf in pickle.loads(reports[rank]).items():
+            for path, leaf in pickle.loads(by_rank[rank]).items():
                 owner, first = held.setdefault(path, (rank, leaf))
                 if owner == rank:
                     new[path] = leaf

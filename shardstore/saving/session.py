@@ -4,8 +4,8 @@ The ranks communicate two to four times. First they agree to begin; every rank l
 input on any rank before a byte is written. If they do not all hold the same tensors and objects,
 they compare what they say about them. Then they exchange the layouts of flattened and irregular
 tensors, if there are any. At the end they send their manifests to the coordinator, which
-commits. A strategy finds the session of the folder that it writes to by :func:`session_of`. Without
-a session, a strategy opens one itself.
+commits. A strategy of this package takes the session in place of a folder. One of another program
+takes the folder, and what it calls finds the session by :func:`session_of`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,30 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-import xxhash
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from shardstore.coverage import (
     Layouts,
     check_reports,
-    check_same,
-    digest_of,
     keys_of,
     merge_layouts,
     not_alone,
     report_shards,
 )
-from shardstore.dict_utils import Path, nested_values
+from shardstore.dict_utils import Path
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members
-from shardstore.dtensor.layout import apply_claims, claims, decide_claims
-from shardstore.errors import AccessPatternError, SaveInProgressError, StorageError
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.errors import AccessPatternError, SaveInProgressError
+from shardstore.mapping import ShardedObject, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
-from shardstore.saving import plain, replicas
+from shardstore.saving import replicas
 from shardstore.saving.plain import PlainValues
-from shardstore.saving.replicas import Offer
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.base import ReusingMover, read_base
+from shardstore.storage.commit.base import ReusingMover
 from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
@@ -56,21 +49,18 @@ from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location, shown
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
-from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
-from shardstore.utils import sharded_tensors_of
-from shardstore.validation import comparable, pickled
+from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy, running
 
 if TYPE_CHECKING:
     from shardstore.saving.execute import Staging
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-_open: dict[str, SaveSession] = {}
-"""URL that is written to -> session. Global, because strategies are called with a place only."""
+T = TypeVar("T")
+Strategies: TypeAlias = tuple[SaveShardedStrategy, SaveCommonStrategy | None]
 
 
 @dataclass(kw_only=True)
@@ -80,10 +70,10 @@ class Part:
     Attributes:
         target: target of the save.
         options: options of the save.
-        sharded: tensors and objects, with factories built.
+        shards: tensors and objects, with factories built.
         common: common values.
         plain: the values that are not sharded, if there are several ranks.
-        strategies: the strategies for tensors and for common values.
+        strategies: the strategies for tensors and for common values; ``None``: these are not saved.
         about: further content of the root document.
         base: a committed checkpoint whose chunks are reused.
         copies: shards of which the rank holds only copies; an error if no rank writes them.
@@ -94,11 +84,11 @@ class Part:
 
     target: Location
     options: SaveOptions
-    sharded: ShardedStateDict = field(default_factory=dict)
-    common: StateDict = field(default_factory=dict)
+    shards: list[ShardedTensor | ShardedObject]
+    common: StateDict
+    strategies: Strategies
+    about: About
     plain: PlainValues | None = None
-    strategies: tuple[SaveShardedStrategy, SaveCommonStrategy] | None = None
-    about: About = About(common_backend=None)  # noqa: RUF009 (frozen)
     base: Location | None = None
     copies: Sequence[str] = ()
     background: str | None = None
@@ -106,20 +96,8 @@ class Part:
 
     @cached_property
     def tensors(self) -> list[ShardedTensor]:
-        """The tensors in :attr:`sharded`."""
-        return sharded_tensors_of(self.sharded)
-
-
-class _Opening(NamedTuple):
-    """A rank's report at the beginning of a save."""
-
-    place: str
-    described: bytes
-    needs_layouts: bool
-    plain: plain.Report | None
-    copies: bytes
-    claims: bytes
-    offer: Offer | None
+        """The tensors in :attr:`shards`."""
+        return [shard for shard in self.shards if isinstance(shard, ShardedTensor)]
 
 
 class Agreement(NamedTuple):
@@ -149,7 +127,7 @@ class Agreement(NamedTuple):
 
 
 class SaveSession:
-    """A save in progress. :meth:`begin` makes it.
+    """A save in progress. :func:`shardstore.saving.run.begin` makes it.
 
     Attributes:
         ranks: the ranks of the save.
@@ -195,134 +173,21 @@ class SaveSession:
         )
         self.zarr_format: int | None = None
         self.failure: BaseException | None = None
-        self.plans = agreed.exchange_layouts
+        meets = getattr(part.strategies[0], "meets_to_plan", "never")
+        self.plans = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
         self.staging: Staging | None = None
         self.record: dict[str, Any] = {}
         self.planning = f"planning the save to {part.target.url}"
         self._started = perf_counter()
 
-    @classmethod
-    def begin(
-        cls, ranks: Ranks, place: str | os.PathLike[str], prepare: Callable[[bool], Part]
-    ) -> tuple[SaveSession, Part]:
-        """Agree with all ranks to begin. Every rank calls it and waits for all others.
+    @property
+    def place(self) -> str | os.PathLike[str]:
+        """The folder or URL that is written to, for strategies of other programs."""
+        return self.attempt.location.place
 
-        Args:
-            ranks: the ranks of the save.
-            place: the target as the caller gave it, for error texts.
-            prepare: returns this rank's part of the save. Every rank raises its error. It is called
-                with ``False``, and then with ``True`` if the ranks hold different plain tensors,
-                which must become arrays.
-
-        Raises:
-            CheckpointExistsError, StorageError: the attempt cannot begin; raised on every rank.
-            AccessPatternError: the values of two ranks do not fit into one state dict.
-            RanksError: another rank failed, or did not answer in time.
-        """
-        begun: list[Attempt] = []  # on the coordinator
-        what = f"saving to {shown(place)}"
-        try:
-            part, agreed = cls._agree(ranks, what, partial(prepare, False), begun)
-            if agreed is None:
-                part, agreed = cls._agree(ranks, what, partial(prepare, True), begun)
-            assert agreed is not None
-            apply_claims(part.sharded, agreed.owners, ranks.rank)
-            if agreed.digests is not None and part.plain is not None:
-                equal = part.options.replicas == "equal"
-                unite = partial(part.plain.unite, url=part.target.url, equal=equal)
-                ranks.step(
-                    what,
-                    partial(part.plain.differing, agreed.digests),
-                    bytes,
-                    lambda reports: unite(dict(zip(ranks.members, reports, strict=True))),
-                )
-            attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-            session = cls(ranks, part, agreed, attempt)
-        except BaseException:
-            for attempt in begun:
-                attempt.abandon()
-            raise
-        if not ranks.is_coordinator:
-            try:
-                attempt.require_seen()
-            except Exception as problem:  # raised in the next step of all ranks
-                session.failure = problem
-        return session, part
-
-    @staticmethod
-    def _agree(
-        ranks: Ranks, what: str, prepare: Callable[[], Part], begun: list[Attempt]
-    ) -> tuple[Part, Agreement | None]:
-        """Return this rank's part of the save, and the agreement; ``None`` if plain tensors must
-        become arrays first. ``begun`` receives the coordinator's attempt."""
-        prepared: list[Part] = []
-        openings: dict[int, _Opening] = {}  # by rank, on the coordinator
-
-        def opening() -> bytes:
-            part = prepare()
-            prepared.append(part)
-            checks = part.options.validate_access_integrity and ranks.world_size > 1
-            report = _Opening(
-                f"to {part.target.url} with base={part.base and part.base.url}",
-                digest_of(nested_values(part.sharded)) if checks else b"",
-                bool(not_alone(part.tensors)),
-                None if part.plain is None else part.plain.report(),
-                xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-                claims(part.sharded),
-                replicas.offer(part.tensors, part.options.replica_group),
-            )
-            return pickle.dumps(report)
-
-        def decide(reports: list[bytes]) -> bytes:
-            openings.update(zip(ranks.members, map(pickle.loads, reports), strict=True))
-            told = [one.plain for one in openings.values() if one.plain is not None]
-            if plain.must_be_arrays(told):
-                return pickle.dumps(None)
-            first = {one.described: rank for rank, one in reversed(openings.items())}
-            return agree() if len(first) == 1 else pickle.dumps(first)
-
-        def compare(reports: list[bytes]) -> bytes:
-            check_same(reports, ranks.members)
-            return agree()
-
-        def agree() -> bytes:
-            return pickle.dumps(_agreed(openings, prepared[0], begun))
-
-        _, answer = ranks.step(what, opening, bytes, decide)
-        (part,) = prepared
-        if isinstance(agreed := pickle.loads(answer), dict):  # the first rank of each digest
-            told = nested_values(part.sharded) if ranks.rank in agreed.values() else ()
-            _, answer = ranks.step(what, lambda: told, report_shards, compare)
-            agreed = pickle.loads(answer)
-        return part, agreed
-
-    def run(self, work: Callable[[SaveSession], AsyncRequest | None]) -> AsyncRequest | None:
-        """Write this rank's part and commit. Every rank calls it and waits for all others.
-
-        Args:
-            work: writes, or returns a request that writes.
-
-        Returns:
-            A request that writes and commits, if the save is asynchronous. It raises errors, which
-            only this rank would see here.
-
-        Raises:
-            CheckpointingException: see :meth:`finish`.
-        """
-        request: AsyncRequest | None = None
-        try:
-            _open[self.attempt.location.url] = self
-            request = work(self)
-        except Exception as problem:
-            self.failure = problem
-        except BaseException:  # an interrupt; the other ranks notice that this one is gone
-            self._give_up()
-            raise
-        finally:
-            del _open[self.attempt.location.url]
-        if self.background is None:
-            self.finish()
-            return None
+    def rest(self, request: AsyncRequest | None) -> AsyncRequest:
+        """Return the request that writes and commits an asynchronous save. It raises errors, which
+        only this rank would see before. ``request``: what the strategy returned."""
         if self.failure is not None and self.plans and not self.ranks.failed:
             with suppress(Exception):  # other ranks wait for this one's plan
                 self.ranks.together(what=self.planning, error=self.failure)
@@ -345,32 +210,12 @@ class SaveSession:
         except BaseException as problem:
             self.failure = self.failure or problem
 
-    def planned(self, tensors: Sequence[ShardedTensor], plan: Callable[[Layouts], T]) -> T:
-        """Plan with the layouts of irregular and flattened tensors of all ranks. If there are any,
-        every rank calls it and waits for all others twice.
-
-        Args:
-            tensors: the tensors of this rank.
-            plan: makes this rank's plan.
-
-        Raises:
-            AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
-            CheckpointingException: this rank's earlier error, or the error of ``plan``; on every
-                rank if there are such tensors.
-        """
+    def planned(self, plan: Callable[[], T]) -> T:
+        """Return the result of ``plan``. If the ranks have exchanged layouts, every rank learns of
+        an error before pieces are sent, so that no rank waits for one that could not plan."""
         if not self.agreed.exchange_layouts:
-            if self.failure is not None:
-                raise self.failure
-            return plan(Layouts())
-        with self.timed("exchange"):
-            answer = self.ranks.together(
-                report_shards(not_alone(tensors)),
-                what=self.planning,
-                error=self.failure,
-                decide=lambda reports: pickle.dumps(merge_layouts(reports, self.ranks.members)),
-            )
-        # Before pieces are sent, so that no rank waits for one that could not plan.
-        result, _ = self.ranks.step(self.planning, lambda: plan(pickle.loads(answer)))
+            return plan()
+        result, _ = self.ranks.step(self.planning, plan)
         self.plans = False
         return result
 
@@ -447,7 +292,7 @@ class SaveSession:
             _, answer = self.later.step(what, self._report, bytes, decide, join, error=self.failure)
             self.record = json.loads(answer)
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
         self.meter.enter("done")
         if self.ranks.is_coordinator:
@@ -456,7 +301,8 @@ class SaveSession:
             what = f"writing {INTEGRITY_NAME} of {self.target.url}"
             self.later.together(what=what, decide=lambda _: write_integrity(self.target))
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Remove the attempt. The other ranks notice that this one has failed."""
         self.meter.enter("failed")
         if self.ranks.is_coordinator:
             self.attempt.abandon()
@@ -503,49 +349,39 @@ class SaveSession:
             logger.info("%s: %d of %d bytes were reused from %s", url, reused, size, before)
 
 
-def _agreed(openings: dict[int, _Opening], part: Part, begun: list[Attempt]) -> Agreement:
-    """Check the ranks' reports, begin an attempt, and append it to ``begun``. The coordinator calls
-    it."""
-    (first, own), *_ = openings.items()
-    for rank, opening in openings.items():
-        if opening.place != own.place:
-            raise AccessPatternError(
-                f"rank {first} saves {own.place} but rank {rank} {opening.place}; give every rank "
-                "the same place and base",
-                rank=rank,
-            )
-    if len(openings) > 1 and (url := part.target.url).startswith("memory://"):
-        raise StorageError(
-            f"{url} is the memory of one process, but {len(openings)} ranks save; give a folder or "
-            "an object store that all of them see",
-            url=url,
+def session_of(place: str | os.PathLike[str] | SaveSession) -> SaveSession | None:
+    """Return the session that writes at a place; ``None`` without one."""
+    if isinstance(place, SaveSession):
+        return place
+    found = running.get()
+    is_here = isinstance(found, SaveSession) and found.place == Location.of(place).place
+    return found if is_here else None
+
+
+def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> Layouts:
+    """Exchange the layouts of irregular and flattened tensors. If any rank has such tensors, every
+    rank calls it and waits for all others.
+
+    Args:
+        session: the save.
+        tensors: the tensors of this rank.
+
+    Raises:
+        AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
+        CheckpointingException: this rank's earlier error.
+    """
+    if not session.agreed.exchange_layouts:
+        if session.failure is not None:
+            raise session.failure
+        return Layouts()
+    with session.timed("exchange"):
+        answer = session.ranks.together(
+            report_shards(not_alone(tensors)),
+            what=session.planning,
+            error=session.failure,
+            decide=lambda reports: pickle.dumps(merge_layouts(reports, session.ranks.members)),
         )
-    common, digests = b"", None
-    told = [opening.plain for opening in openings.values() if opening.plain is not None]
-    if part.plain is not None and any(report.has_shards for report in told):
-        if part.plain.compared is not None:
-            common = pickled(comparable(part.plain.compared))
-    elif part.plain is not None and len({report.values for report in told}) > 1:
-        digests = part.plain.digests
-    base = None if part.base is None else read_base(part.base)
-    begun.append(attempt := checkpoints.begin(part.target, part.options))
-    # The first rank with each set of copies.
-    tellers = {one.copies: rank for rank, one in reversed(openings.items()) if one.copies}
-    return Agreement(
-        attempt.id,
-        any(opening.needs_layouts for opening in openings.values()),
-        common,
-        digests,
-        base,
-        replicas.agree(opening.offer for opening in openings.values()),
-        list(tellers.values()),
-        decide_claims([opening.claims for opening in openings.values()], [*openings]),
-    )
-
-
-def session_of(place: str | os.PathLike[str] | Location) -> SaveSession | None:
-    """Return the session whose attempt is written at a place, in this process."""
-    return _open.get(Location.of(place).url)
+    return cast(Layouts, pickle.loads(answer))
 
 
 def _check_objects(merged: Merged) -> None:

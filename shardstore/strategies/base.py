@@ -8,9 +8,11 @@ from __future__ import annotations
 import pkgutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Callable
+from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardstore.errors import CheckpointingException, FormatVersionError, NotACheckpointError
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
@@ -30,6 +32,32 @@ class StrategyAction(Enum):
 
 default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
 """Value of a :class:`StrategyAction` -> ``(backend, version)`` -> strategy."""
+
+T = TypeVar("T")
+
+running: ContextVar[Any] = ContextVar("running", default=None)
+"""The save or load that calls a strategy, because a strategy of another program takes a place."""
+
+
+def called(method: Callable[..., T], *arguments: Any) -> T:
+    """Call a method of a strategy.
+
+    Args:
+        method: the method.
+        *arguments: its arguments. In place of the checkpoint, the last one is the running save or
+            load. A strategy of this package takes it as it is. Any other gets the folder or URL,
+            and what it calls finds the save or load by :data:`running`.
+    """
+    *first, work = arguments
+    kind = type(getattr(method, "__self__", None)).__module__
+    if kind.startswith(f"{__name__.partition('.')[0]}.") or not hasattr(work, "place"):
+        return method(*arguments)
+    token = running.set(work)
+    try:
+        return method(*first, work.place)
+    finally:
+        running.reset(token)
+
 
 async_calls = AsyncCallsQueue()
 """The queue of callers without their own queue."""
@@ -309,6 +337,10 @@ class SaveCommonStrategy(SaveStrategyBase):
 
 class SaveShardedStrategy(SaveStrategyBase):
     """Saves sharded tensors."""
+
+    meets_to_plan = "never"
+    """When the strategy lets the ranks meet to plan: ``"always"``, to exchange ``"layouts"``, or
+    never."""
 
     @abstractmethod
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardstore.exchange_utils import (
     exchange_loaded_objects_gather_object,
     require_known,
 )
-from shardstore.loading.context import context_of, using
+from shardstore.loading.context import context_of
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -95,6 +96,7 @@ class FullyParallelSaveStrategyWrapper(_Wrapper, base.AsyncSaveShardedStrategy):
         pg_cache_create: object = None,
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
+        self.meets_to_plan = getattr(strategy, "meets_to_plan", "never")
         self._wrap(strategy, parallelization_group, do_cache_distribution)
 
     def async_save(
@@ -111,12 +113,12 @@ class FullyParallelSaveStrategyWrapper(_Wrapper, base.AsyncSaveShardedStrategy):
                 f"save synchronously, or wrap one that can"
             )
         self.apply_saving_parallelization(sharded_state_dict)
-        return self.base_strategy.async_save(sharded_state_dict, checkpoint_dir)
+        return base.called(self.base_strategy.async_save, sharded_state_dict, checkpoint_dir)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Distribute the shards, then call ``save`` of the wrapped strategy."""
         self.apply_saving_parallelization(sharded_state_dict)
-        return self.base_strategy.save(sharded_state_dict, checkpoint_dir)
+        base.called(self.base_strategy.save, sharded_state_dict, checkpoint_dir)
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> None:
         """Make exactly one rank of the group the main replica of each shard.
@@ -182,12 +184,13 @@ class FullyParallelLoadStrategyWrapper(_Wrapper, base.LoadShardedStrategy):
         Raises:
             RanksError: reading failed on another rank of the group.
         """
+        loads = partial(base.called, self.base_strategy.load)
         if group_size(self.parallelization_group) <= 1:
-            return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
+            return loads(sharded_state_dict, checkpoint_dir)
+        context = context_of(checkpoint_dir)
         if self.exchange_algo == "chunks":
             group = self.parallelization_group or torch.distributed.group.WORLD
-            with using(replace(context_of(checkpoint_dir), group=group)):
-                return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
+            return loads(sharded_state_dict, replace(context, group=group))
         distribution = self.apply_loading_parallelization(sharded_state_dict)
         assert distribution is not None  # there is more than one rank
         kinds = (ShardedTensor, ShardedObject) if self.can_handle_sharded_objects else ShardedTensor
@@ -196,8 +199,8 @@ class FullyParallelLoadStrategyWrapper(_Wrapper, base.LoadShardedStrategy):
         # Also for an empty request, because a strategy may wait for all ranks.
         wanted = {str(n): item for n, item in enumerate(mine.values())}
         group = None if self.can_handle_sharded_objects else self.parallelization_group
-        with raise_together(group, f"Loading from {checkpoint_dir}"):
-            loaded = self.base_strategy.load(wanted, checkpoint_dir)
+        with raise_together(group, f"Loading from {context.stored.location}"):
+            loaded = loads(wanted, checkpoint_dir)
             values = {shard_id: loaded[str(n)] for n, shard_id in enumerate(mine)}
         tensors = {key: values.pop(key) for key in mine if isinstance(mine[key], ShardedTensor)}
         all_tensors = {_id_of(item): item for item in items if isinstance(item, ShardedTensor)}
@@ -259,11 +262,11 @@ class FullyParallelLoadStrategyWrapper(_Wrapper, base.LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """See :meth:`LoadShardedStrategy.load_tensors_metadata`; the wrapped strategy answers."""
-        return self.base_strategy.load_tensors_metadata(checkpoint_dir)
+        return base.called(self.base_strategy.load_tensors_metadata, checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """See :meth:`LoadShardedStrategy.load_sharded_metadata`; the wrapped strategy answers."""
-        return self.base_strategy.load_sharded_metadata(checkpoint_dir)
+        return base.called(self.base_strategy.load_sharded_metadata, checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """See :meth:`LoadShardedStrategy.remove_sharded_tensors`; the wrapped strategy does it."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from shardstore import coverage, errors
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.layout import claim_among
 from shardstore.loading.context import LoadContext, context_of
 from shardstore.loading.plan import assemble, held_regions, plan_reads, whole_tensor, whole_tensors
 from shardstore.loading.read import read_chunks
@@ -32,7 +32,8 @@ from shardstore.mapping import (
 )
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import WritePlan, array_meta, plan_writes
-from shardstore.saving.session import Part, SaveSession, session_of
+from shardstore.saving.run import SaveRequest, run_save
+from shardstore.saving.session import SaveSession, exchange_layouts, session_of
 from shardstore.storage import checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import check_collisions, key_of
@@ -88,7 +89,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         FormatVersionError: there is no such version, or ``array_documents=False`` with version 1.
     """
 
-    meets_to_plan: ClassVar[str] = "layouts"
+    meets_to_plan = "layouts"
 
     def __init__(self, backend: str, version: int, **options: Unpack[StrategyKeywords]) -> None:
         super().__init__(backend, version)
@@ -116,7 +117,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
             AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as
                 :func:`shardstore.save`.
         """
-        self._run(sharded_state_dict, checkpoint_dir, write_chunks)
+        self._run(sharded_state_dict, checkpoint_dir, stages=False)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -135,60 +136,58 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         Returns:
             A request: its function writes in a thread, its finalisation commits on every rank.
         """
-        request = self._run(sharded_state_dict, checkpoint_dir, stage_chunks)
-        return cast(AsyncRequest, request)
+        return cast(AsyncRequest, self._run(sharded_state_dict, checkpoint_dir, stages=True))
 
     def _run(
-        self,
-        state_dict: ShardedStateDict,
-        place: str | Path,
-        carry_out: Callable[[SaveSession, WritePlan], AsyncRequest | None],
+        self, state_dict: ShardedStateDict, place: str | Path | SaveSession, *, stages: bool
     ) -> AsyncRequest | None:
-        def work(session: SaveSession) -> AsyncRequest | None:
-            return carry_out(session, self._plan(session, sharded_tensors_of(state_dict)))
-
+        """Write, or copy and return the request that writes."""
         if (session := session_of(place)) is not None:
-            return work(session)
-        # The strategy is called directly: begin a save.
-        ranks = Ranks.current()
+            session.options = session.options.of_strategy(self.options)
+            session.zarr_format = 2 if self.version == V2_LAYOUT else 3
+            tensors = sharded_tensors_of(state_dict)
+            layouts = exchange_layouts(session, tensors)
+            plan = session.planned(partial(self._plan, session, tensors, layouts))
+            if stages:
+                return stage_chunks(session, plan)
+            write_chunks(session, plan)
+            return None
+        # The strategy is called directly: begin a save of the arrays only.
         state_dict, _ = extract_sharded_base(state_dict)  # a copy
-        claim_among(state_dict, ranks)
-        part = Part(
-            target=Location.of(place),
-            options=self.options,
-            sharded=state_dict,
-            background="" if carry_out is stage_chunks else None,
+        request = SaveRequest(
+            state=state_dict,
+            checkpoint_dir=cast(Path, place),
+            ranks=Ranks.current(),
+            options=lambda: self.options,
+            strategies=lambda: (self, None),
+            background="" if stages else None,
         )
-        session, _ = SaveSession.begin(ranks, place, lambda _: part)
-        return session.run(work)
+        return run_save(request).request
 
-    def _plan(self, session: SaveSession, tensors: Sequence[ShardedTensor]) -> WritePlan:
-        rank = session.ranks.rank
-        session.options = options = session.options.of_strategy(self.options)
-        session.zarr_format = zarr_format = 2 if self.version == V2_LAYOUT else 3
-        session.manifest.array_documents = options.array_documents
-
-        def planned(layouts: coverage.Layouts) -> WritePlan:
-            if zarr_format == 2:
-                _check_v2(options)
-            with session.timed("plan"):
-                check_collisions(tensor.key for tensor in tensors)
-                plan = plan_writes(
-                    tensors,
-                    rank,
-                    options,
-                    zarr_format=zarr_format,
-                    layouts=layouts,
-                    shared=session.shared,
-                )
-                session.files.add_arrays(plan.arrays, documents=options.array_documents)
-            written = plan.written(rank)
-            if zarr_format == 2:
-                session.attempt.announce({array.node for array, _ in plan.arrays}, rank)
-            session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
-            return plan
-
-        return session.planned(tensors, planned)
+    def _plan(
+        self, session: SaveSession, tensors: Sequence[ShardedTensor], layouts: coverage.Layouts
+    ) -> WritePlan:
+        """Plan the chunks of this rank."""
+        options, rank, is_v2 = session.options, session.ranks.rank, session.zarr_format == 2
+        if is_v2:
+            _check_v2(options)
+        with session.timed("plan"):
+            check_collisions(tensor.key for tensor in tensors)
+            plan = plan_writes(
+                tensors,
+                rank,
+                options,
+                zarr_format=2 if is_v2 else 3,
+                layouts=layouts,
+                shared=session.shared,
+            )
+            session.manifest.array_documents = options.array_documents
+            session.files.add_arrays(plan.arrays, documents=options.array_documents)
+        written = plan.written(rank)
+        if is_v2:
+            session.attempt.announce({array.node for array, _ in plan.arrays}, rank)
+        session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
+        return plan
 
 
 def _check_v2(options: SaveOptions) -> None:

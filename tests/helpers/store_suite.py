@@ -32,7 +32,8 @@ from shardstore.errors import (
     NotACheckpointError,
 )
 from shardstore.inspection.verify import Finding, verify
-from shardstore.saving.session import Part, SaveSession
+from shardstore.saving.run import SaveRequest, run_save
+from shardstore.saving.session import SaveSession
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint, latest
 from shardstore.storage.commit.identity import is_checkpoint
@@ -87,15 +88,18 @@ def unfinished_save(
     url: str, options: dict[str, Any], value: float = 5.0, *, version: int = 2
 ) -> SaveSession:
     """A save that wrote everything but its commit, and is never heard of again."""
-    part = Part(target=Location.of(url, options), options=SaveOptions(), background="")
-    state = {"w": tensor("layer/0.w", torch.full((20, 30), value))}
-    session, _ = SaveSession.begin(Ranks(), url, lambda _: part)
-
-    def write(session: SaveSession) -> None:
-        place = session.attempt.location.place
-        ZarrSaveShardedStrategy("zarr", version).save(state, place)
-
-    session.run(write)  # only the finalisation of its request would commit
+    request = SaveRequest(
+        state={"w": tensor("layer/0.w", torch.full((20, 30), value))},
+        checkpoint_dir=Location.of(url, options),
+        ranks=Ranks(),
+        options=SaveOptions,
+        strategies=lambda: (ZarrSaveShardedStrategy("zarr", version), None),
+        background="",
+    )
+    session, rest = run_save(request)
+    assert rest is not None
+    assert rest.async_fn is not None
+    rest.async_fn()  # only the finalisation would commit
     assert session.failure is None
     return session
 

@@ -20,9 +20,9 @@ from shardstore.mapping import (
     apply_factory_merges,
 )
 from shardstore.state_dict_utils import (
+    StateSplit,
     filter_out_empty_flatten_tensor,
     load_preprocess,
-    number_lists,
     save_preprocess,
 )
 from shardstore.values.record import LIST_LENGTH
@@ -146,9 +146,9 @@ def test_what_no_rank_stores_is_no_element_of_a_list(wrap: Callable[[ShardedTens
     nothing = ShardedTensor.from_rank_offsets_flat(
         "e", torch.empty(0), (0, 4), flattened_range=slice(0, 0)
     )
-    for built in (False, True):
+    for loading in (False, True):
         with pytest.raises(StructureError, match="make it a dict"):
-            number_lists({"l": wrap(nothing)}, built=built)
+            StateSplit({"l": wrap(nothing)}, loading=loading)
     assert list(load_preprocess({"d": {"e": nothing, "w": tensor("w")}})[0]["d"]) == ["w"]
 
 
@@ -188,11 +188,10 @@ def test_filter_out_empty_flattened() -> None:
     ids=["beside", "nested", "uneven", "local", "local and empty"],
 )
 def test_a_list_of_several_kinds_keeps_its_positions(mixed: Any, sharded: Any, common: Any) -> None:
-    numbered, _ = number_lists({"layers": mixed}, built=True)
-    parts = save_preprocess(numbered, validate_access_integrity=False)
-    keys = dict_list_map_outplace(lambda shard: shard.key, parts[0])
+    split = StateSplit({"layers": mixed}, loading=False)
+    keys = dict_list_map_outplace(lambda shard: shard.key, split.sharded)
     assert keys == ({} if sharded is None else {"layers": sharded})
-    assert parts[1] == {"layers": {**common, LIST_LENGTH: len(mixed)}}
+    assert split.common == {"layers": {**common, LIST_LENGTH: len(mixed)}}
 
 
 def test_lists_of_one_kind_and_of_both_kinds_throughout_are_fine() -> None:

@@ -7,16 +7,20 @@ import pickle
 import re
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, StorageError
 from shardstore.mapping import ShardedTensor
+from shardstore.saving.run import SaveRequest
 from shardstore.saving.session import Part
 from shardstore.storage.commit.checkpoints import latest, sweep
+from shardstore.storage.commit.publish import About
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -126,10 +130,12 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
 def test_calls_and_places_do_not_show_their_options() -> None:
     options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
     place = Location.of("s3://bucket/x", options)
-    part = Part(target=place, options=SaveOptions(storage_options=options))
+    given: Any = SaveOptions(storage_options=options)
+    about: Any = About(common_backend=None)
     for one in (
-        part,
-        part.options,
+        Part(target=place, options=given, shards=[], common={}, strategies=given, about=about),
+        SaveRequest(state={}, checkpoint_dir=place, ranks=Ranks(), options=given, strategies=given),
+        given,
         place,
         StorageWriter("s3://b/x", storage_options=options),
     ):
