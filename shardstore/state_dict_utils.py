@@ -249,8 +249,9 @@ class StateSplit:
             )
         if isinstance(value, ShardedTensor | ShardedObject):
             self.found.append(value := self._adopt(value))
-            is_somewhere = _is_somewhere(value)
-            kept = (built or is_somewhere) if self._loading else not _is_empty(value)
+            is_empty = isinstance(value, ShardedTensor) and is_empty_range(value)
+            is_somewhere = not is_empty or 0 not in value.global_shape
+            kept = (built or is_somewhere) if self._loading else not is_empty
             if kept := kept and (self._keys is None or value.key in self._keys):
                 self.shards.append((path, value))
             kind = _SHARDED if is_somewhere else _EMPTY

@@ -235,14 +235,13 @@ class StorageWriter(Placed, DcpStorageWriter):
         require_bool("dcp_marker", dcp_marker)
         self._allow_pickle = allow_pickle
         self._marker = dcp_marker
-        self._attempt: Attempt | None = None
-        self._abandon: weakref.finalize[Any, Any] | None = None
+        self._begun: tuple[Attempt, weakref.finalize[Any, Any]] | None = None
         self._started = 0.0
         self._rank = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return place and options; an attempt stays in the process that began it."""
-        return {**self.__dict__, "_attempt": None, "_abandon": None}
+        return {**self.__dict__, "_begun": None}
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the place of the checkpoint, for planners."""
@@ -255,9 +254,9 @@ class StorageWriter(Placed, DcpStorageWriter):
 
     def _give_up(self) -> None:
         """Remove the remains of a failed save, after all ranks have stopped writing."""
-        if self._abandon is not None:
-            self._abandon()
-        self._attempt = self._abandon = None
+        if self._begun is not None:
+            self._begun[1]()
+        self._begun = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check that DCP coordinates the ranks. All ranks call it.
@@ -302,8 +301,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         layouts = _layouts(plans, self.options)
         self._give_up()
         attempt = checkpoints.begin(self._place, self.options)
-        self._attempt = attempt
-        self._abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
+        self._begun = attempt, weakref.finalize(self, _abandon, attempt, os.getpid())
         return [
             replace(plan, storage_data=Task(rank, attempt.id, layouts))
             for rank, plan in enumerate(plans)
@@ -319,7 +317,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         """
         task: Task = plan.storage_data
         attempt = checkpoints.join(self._place, task.attempt_id, self.options)
-        if self._attempt is None:
+        if self._begun is None:
             attempt.require_seen()
         start, self._rank = perf_counter(), task.rank
         manifest, report = RankManifest(task.rank), Report()
@@ -349,7 +347,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         )
         manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
         report.manifest = manifest.to_bytes()
-        if self.options.durable and self._attempt is None:
+        if self.options.durable and self._begun is None:
             attempt.flush()
         # One result for all items: only the coordinator's finish() reads them.
         future: Future[list[WriteResult]] = Future()
@@ -391,9 +389,8 @@ class StorageWriter(Placed, DcpStorageWriter):
             AccessPatternError: a value or a part of a tensor was not written exactly once.
             StorageError: the store failed; the target is unchanged.
         """
-        attempt, abandon, start = self._attempt, self._abandon, perf_counter()
-        assert attempt is not None  # prepare_global_plan() has set both
-        assert abandon is not None
+        assert self._begun is not None  # prepare_global_plan() has set it
+        (attempt, abandon), start = self._begun, perf_counter()
         try:
             reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
             values = _state_record(metadata, reports)

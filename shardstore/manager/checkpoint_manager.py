@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -122,7 +122,7 @@ class Restored:
     damaged: tuple[int, ...] = ()
 
 
-class CheckpointManager:
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves, keeps and restores the checkpoints of one run. Every rank makes one, with equal
     arguments. With ``process_group``, only its ranks do, and its first rank counts as rank 0.
 
@@ -202,9 +202,10 @@ class CheckpointManager:
         self._handle: AsyncSave | None = None
         self._answer = Answer(False)
         self._ends: float | None = None  # when a notice says that this process will be ended
-        self._notices: Notices | None = None
-        if save_on_signal is not False:
-            self._notices = Notices(SIGNALS if save_on_signal is True else save_on_signal)
+        self._takes_notices = save_on_signal is not False
+        if isinstance(save_on_signal, bool):
+            save_on_signal = SIGNALS if save_on_signal else ()
+        self._notices = Notices(save_on_signal)
         _managers.add(self)
 
     def _begin(self) -> None:
@@ -264,17 +265,16 @@ class CheckpointManager:
         schedule, notices, ranks = self._schedule, self._notices, Ranks.of(self._group)
 
         def vote() -> Vote:
-            if schedule == Schedule(grace_s=schedule.grace_s) and notices is None:
+            if schedule == Schedule(grace_s=schedule.grace_s) and not self._takes_notices:
                 raise ArgumentError(
                     "should_save() needs a rule: give CheckpointManager every=, every_s=, "
                     "interval='continuous' or save_on_signal=True"
                 )
             is_busy = self._handle is not None and not self._handle.done()
-            if notices is None:
-                return Vote(number_of(step), is_busy)
             return Vote(number_of(step), is_busy, notices.pending, notices.age_s)
 
-        if not schedule.asks_ranks and notices is None:
+        by_number = schedule.every_s is None and schedule.interval is None
+        if by_number and not self._takes_notices:
             return schedule.falls_on(vote().step)
         _, answer = ranks.step(
             f"asking whether to save step {step!s:.100} below {self.root.url}",
@@ -305,7 +305,7 @@ class CheckpointManager:
             ArgumentError: the manager was made without ``save_on_signal``, so ranks do not ask each
                 other.
         """
-        if self._notices is None:
+        if not self._takes_notices:
             raise ArgumentError(
                 f"request_save({reason!r:.100}): the ranks do not ask each other for requests. "
                 "Give CheckpointManager save_on_signal=True, or save_on_signal=() for requests "
@@ -447,8 +447,7 @@ class CheckpointManager:
     def _served(self) -> None:
         """Forget the notices that arrived before a save ended."""
         self._ends = None
-        if self._notices is not None:
-            self._notices.clear()
+        self._notices.clear()
 
     # -- restoring -----------------------------------------------------------------------------
 
@@ -576,11 +575,7 @@ class CheckpointManager:
         """Do :meth:`wait` without a limit, and receive no more signals. The manager can still be
         used afterwards."""
         self.wait()
-        if self._notices is not None:
-            self._notices.close()
-
-    def __enter__(self) -> CheckpointManager:
-        return self
+        self._notices.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

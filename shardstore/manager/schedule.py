@@ -86,11 +86,6 @@ class Schedule:
                 "every_s=, or interval="
             )
 
-    @property
-    def asks_ranks(self) -> bool:
-        """Whether a rule depends on more than the number of the step."""
-        return self.every_s is not None or self.interval is not None
-
     def falls_on(self, step: int) -> bool:
         """Return whether the number of a step alone says that it is saved."""
         return self.every is not None and step % self.every == 0

@@ -469,9 +469,8 @@ class Retention:
             keep.update(step for step in steps if step % self.keep_every == 0)
         if self.keep_for is not None:
             times = {step: info.saved for step, info in steps.items() if info.saved is not None}
-            oldest = (
-                max(times.values(), default=0) - self.keep_for / timedelta(microseconds=1) * 1000
-            )
+            span = self.keep_for // timedelta(microseconds=1) * 1000
+            oldest = max(times.values(), default=0) - span
             keep.update(step for step, saved in times.items() if saved >= oldest)
         if self.best is not None and self.metric is not None:
             values = {step: info.metrics.get(self.metric, math.nan) for step, info in steps.items()}

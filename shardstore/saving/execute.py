@@ -54,7 +54,8 @@ def write_chunks(session: SaveSession, plan: WritePlan) -> None:
     Every rank calls it. Ranks that share chunks wait for each other's pieces, before they write
     other chunks, which may take longer on some ranks.
     """
-    _exchange(session, plan.cut, session.write, ROUND_BYTES)
+    if plan.cut:
+        _exchange(session, plan.cut, session.write, ROUND_BYTES)
     # The largest first, so that threads end at about the same time.
     session.write(sorted(plan.writes, key=lambda write: -write.array.chunk_bytes))
 

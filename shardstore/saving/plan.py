@@ -131,7 +131,7 @@ def parts_of(
     """
     tensor = plain_tensor(tensor, key)[(None,) * prepended]
     array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
-    stream = stream_of(tensor.device)
+    stream = stream_of(tensor.device) if array is None else None
 
     def part(slices: tuple[slice, ...]) -> NDArray[Any] | DevicePart:
         where: tuple[Any, ...] = (..., *slices)  # the ellipsis keeps a 0-d part an array
@@ -244,7 +244,7 @@ def plan_writes(
             in_group[identity(tensor)] = (meta, box)
         if box.size:
             found.append((tensor, meta, box, whole))
-    mine = shared.own_chunks(in_group)
+    mine = shared.own_chunks(in_group) if in_group else set()
     cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
     for tensor, meta, box, whole in found:
         if tensor.data is None:
