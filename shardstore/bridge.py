@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,15 +196,17 @@ class CheckpointManager:
             if not step.isdigit():
                 raise there.error(f"/{NEWEST} does not hold a number", DamagedCheckpointError)
             folder = self._bridge.get_checkpoint_name("", int(step))
+            (here / folder).mkdir(parents=True, exist_ok=True)
+            copy = Location.of(here.absolute())  # other ranks of this host may write the same files
             for name in OF_STEP:
                 data = there.read_if_there(f"{folder}/{name}")
                 if data is None:
                     what = f"/{folder}/{name} is missing: set checkpoint.ckpt_step to another step"
                     raise there.error(what, NotACheckpointError)
-                _write(here / folder / name, data)
+                copy.replace(f"{folder}/{name}", data)
                 if name == STATE:
-                    _write(here / f"latest_{STATE}", data)
-            _write(here / NEWEST, step)
+                    copy.replace(f"latest_{STATE}", data)
+            copy.replace(NEWEST, step)
 
         Ranks.current().step(f"reading step {step.decode(errors='replace')} of {url}", copied)
 
@@ -219,11 +220,3 @@ class CheckpointManager:
 
 def _is_remote(place: Any) -> bool:
     return isinstance(place, str) and "://" in place
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replace a file that other ranks of this host may write too, with the same content."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_bytes(data)
-    part.replace(path)

@@ -70,14 +70,6 @@ class _Manager(_Verl):  # type: ignore[misc]
     """
 
     storage_options: Mapping[str, Any] | None = None
-    # Attributes of verl's class:
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any
-    processing_class: Any
-    checkpoint_save_contents: Iterable[str]
-    checkpoint_load_contents: Iterable[str]
-    rank: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
