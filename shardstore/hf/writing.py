@@ -41,14 +41,13 @@ from shardstore.inspection.opened import OpenCheckpoint
 from shardstore.loading.plan import held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
-from shardstore.saving.plan import plain_tensor
+from shardstore.saving.plan import Parts, fetched, parts_of, plain_tensor
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import RegionRead
-from shardstore.storage.movers.device import behind, on_host, stream_of
 from shardstore.storage.movers.parallel import default_threads, in_rounds
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
@@ -58,7 +57,7 @@ logger = logging.getLogger(__name__)
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
 """Key in a state dict -> name in the files."""
 Source: TypeAlias = Callable[[Box], torch.Tensor]
-"""Returns a box of a tensor; several threads call it."""
+"""Returns a box of a tensor, in host memory; several threads call it."""
 FileArgument: TypeAlias = Iterable[str | os.PathLike[str]] | Mapping[str, str | bytes]
 
 FILE_BYTES = 5 * 2**30
@@ -312,10 +311,8 @@ class Export:
         """Copy what this rank brings to host memory. An error is kept for :meth:`finish`."""
         try:
             for (name, box), source in self.sources.items():
-                part = source(box)
-                with behind(stream_of(part.device)):
-                    copied = part.to(self.dtypes[name]).to("cpu", copy=True).contiguous()
-                self.sources[name, box] = partial(_part, copied, box)
+                copied = source(box).to(self.dtypes[name], copy=True)
+                self.sources[name, box] = partial(_part, parts_of(copied, name), box)
         except Exception as problem:
             self.failure = self.failure or problem
 
@@ -501,12 +498,11 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
     dtypes.require_memory(data)
     for box, memory in held_regions(tensor, local_box(tensor), data):
         if box.size:
-            yield box, partial(_part, memory, box)
+            yield box, partial(_part, parts_of(memory, tensor.key), box)
 
 
-def _part(memory: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
-    where: tuple[Any, ...] = (..., *box.relative_to(held.offset).slices)
-    return memory[where]
+def _part(parts: Parts, held: Box, box: Box) -> torch.Tensor:
+    return dtypes.as_tensor(fetched(parts(box.relative_to(held.offset).slices)))
 
 
 def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tensor:
@@ -608,8 +604,7 @@ def _of_one(export: Export, block: Block) -> NDArray[np.uint8]:
 def _fetched(export: Export, piece: Piece) -> NDArray[np.uint8]:
     """Return the bytes of a piece of this rank, in C order and the written data type."""
     part = export.sources[piece.key, piece.held](piece.box)
-    found = on_host(part.to(export.dtypes[piece.key]), stream_of(part.device))
-    return as_bytes(np.ascontiguousarray(found))
+    return as_bytes(dtypes.as_numpy(part.to(export.dtypes[piece.key]).contiguous()))
 
 
 class _Buffer:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -118,9 +118,11 @@ def plain_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
     )
 
 
-def parts_of(
-    tensor: torch.Tensor, key: str, prepended: int = 0
-) -> Callable[[tuple[slice, ...]], NDArray[Any] | DevicePart]:
+Parts: TypeAlias = Callable[[tuple[slice, ...]], "NDArray[Any] | DevicePart"]
+"""Returns a part of a local tensor, by slices."""
+
+
+def parts_of(tensor: torch.Tensor, key: str, prepended: int = 0) -> Parts:
     """Return a function that returns parts of a local tensor, by slices: views on the host,
     :class:`DevicePart` on a device.
 

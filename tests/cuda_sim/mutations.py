@@ -163,14 +163,14 @@ MUTATIONS = [
     Mutation(
         "the threads of a save know the caller's streams",
         "shardstore/saving/plan.py",
-        "    stream = stream_of(tensor.device)\n",
+        "    stream = stream_of(tensor.device) if array is None else None\n",
         "    stream = None\n",
         "saving.py::test_a_save_reads_behind_the_streams_of_both_devices",
     ),
     Mutation(
         "the streams of all devices are taken",
         DEVICE,
-        "[stream_of(device) for device in {v.device for v in values if torch.is_tensor(v)}]",
+        '[stream_of(device) for device in {v.device for v in values if hasattr(v, "is_cpu")}]',
         "[stream_of(torch.device('cuda', torch.cuda.current_device()))]",
         "ranks.py::test_a_shared_load_is_behind_the_callers_streams_of_all_devices",
     ),
