@@ -21,6 +21,10 @@ from tests.helpers.deaths import dies
 from tests.helpers.rank_server import start
 from tests.helpers.scenarios import files_at_most
 
+BOTH = [
+    pytest.param(True, id="several files"),
+    pytest.param(False, id="one file", marks=pytest.mark.long),
+]
 INDEX = "model.safetensors.index.json"
 RECORD = ".shardstore-uploads.json"
 
@@ -87,7 +91,7 @@ def _reported(folder: str, several: bool) -> None:
         raise
 
 
-@pytest.mark.parametrize("several", [True, False], ids=["several files", "one file"])
+@pytest.mark.parametrize("several", BOTH)
 def test_a_death_at_any_moment_in_a_folder(tmp_path: Path, several: bool) -> None:
     (process,) = start([(_reported, (str(tmp_path), several))])
     process.join()
@@ -101,7 +105,7 @@ def _uploads(server: S3Server, bucket: str) -> list[str]:
     return [upload["UploadId"] for upload in found.get("Uploads") or []]
 
 
-@pytest.mark.parametrize("several", [True, False], ids=["several files", "one file"])
+@pytest.mark.parametrize("several", BOTH)
 def test_a_failure_at_any_request(s3_server: S3Server, several: bool) -> None:
     """The store refuses everything from a request on, as it does for a process that is gone."""
     bucket = s3_server.new_bucket()
