@@ -321,12 +321,12 @@ def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> 
 
     def regions(box: Box, out: Any) -> Regions:
         blocks = [
-            torch.arange(offset, offset + length) // edge
+            torch.arange(offset, offset + length, device="cpu") // edge
             for offset, length, edge in zip(*box, edges, strict=True)
         ]
         first = tuple(int(one[0]) for one in blocks)
         count = tuple(int(one[-1]) + 1 - n for one, n in zip(blocks, first, strict=True))
-        scales = torch.empty(count, dtype=dtypes.torch_dtype(scale.dtype))
+        scales = torch.empty(count, dtype=dtypes.torch_dtype(scale.dtype), device="cpu")
         yield scale, Box(first, count), dtypes.as_numpy(scales)
         target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
         inner = [one - n for one, n in zip(blocks, first, strict=True)]
