@@ -135,7 +135,8 @@ def opened(
     :data:`START_BYTES`.
     """
     if isinstance(checkpoint_dir, LoadContext):
-        yield checkpoint_dir
+        with checkpoint_dir.stored.unless_replaced():
+            yield checkpoint_dir
         return
     location = Location.of(checkpoint_dir, storage_options)
     context = context_of(location)
