@@ -271,6 +271,8 @@ def _named(place: Location) -> tuple[Location, str]:
         return place, indices[0]
     if len(files) == 1 and not re.search(r"-of-(?!00001\.)\d{5}\.", files[0]):  # a part of several
         return place, files[0]
+    if place.is_local and not place.exists():
+        raise place.error(" does not exist", errors.NotACheckpointError)
     if place.is_local and not place.is_dir():
         found = instead(place) or "its name ends in neither .safetensors nor .json"
         raise place.error(
@@ -335,7 +337,7 @@ class FileLayout:
             name = f"model-{number:05}-of-{len(groups):05}.safetensors"
             if single is not None and len(groups) == 1:
                 name = single
-            layout._add(name, group, {"format": "pt", **(metadata if number == 1 else {})})
+            layout._add(name, group, {**(metadata if number == 1 else {}), "format": "pt"})
         return layout
 
     def _add(self, name: str, arrays: Sequence[ArrayMeta], metadata: Mapping[str, str]) -> None:
@@ -343,6 +345,10 @@ class FileLayout:
         header: dict[str, Any] = {METADATA: metadata}
         stop = 0
         for meta in arrays:
+            if meta.key == METADATA or any("\ud800" <= one <= "\udfff" for one in meta.key):
+                raise errors.KeyNameError(
+                    f"safetensors takes no tensor of the name {meta.key!r}; rename it", key=meta.key
+                )
             code, shape = _CODES.get(meta.dtype), meta.shape
             if code is None or (code == _PACKED and not shape):
                 raise errors.DTypeMismatchError(

@@ -59,7 +59,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
 from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_number
 from shardstore.storage.stores.location import Location
 from shardstore.validation import StrictHandling, report_keys
 
@@ -133,12 +133,23 @@ def load(
         StorageError: the store failed.
         RanksError: another rank failed, or did not answer in time.
     """
-    given, started = locals(), perf_counter()
+    started = perf_counter()
     call = _Call(
-        sharded_state_dict=given.pop("state_dict"),
-        checkpoint_dir=given.pop("place"),
+        sharded_state_dict=state_dict,
+        checkpoint_dir=place,
         stored_metadata=lambda *_: {},
-        **given,
+        strict=strict,
+        cast=cast,
+        names=names,
+        rules=rules,
+        dequantize=dequantize,
+        process_group=process_group,
+        storage_options=storage_options,
+        map_location=map_location,
+        replica_group=replica_group,
+        share_replicas=share_replicas,
+        exchange_budget_bytes=exchange_budget_bytes,
+        progress=progress,
     )
     ranks, url = Ranks.of(process_group), shown_url(place)
     callback = callback_of(progress, shows=ranks.is_coordinator)
@@ -159,6 +170,26 @@ class _Call(LoadCall):
     names: Names | None
     rules: Mapping[str, Rule] | None
     dequantize: Sequence[int] | None
+
+    def check(self) -> None:
+        """Raise :class:`ArgumentError` if one of the arguments of this module is wrong."""
+        if not (self.names is None or callable(self.names) or isinstance(self.names, Mapping)):
+            raise ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
+        rules = self.rules if isinstance(self.rules, Mapping) else {"": self.rules}
+        if self.rules is not None and not all(
+            isinstance(name, str) and (isinstance(rule, str) or callable(rule))
+            for name, rule in rules.items()
+        ):
+            raise ArgumentError(
+                f"rules={self.rules!r:.100} must be template -> rule, see shardstore.hf.rules"
+            )
+        block = () if self.dequantize is None else self.dequantize
+        if isinstance(block, str) or not isinstance(block, Sequence):
+            raise ArgumentError(
+                f"dequantize={block!r:.100} must be the shape of a block, such as (128, 128)"
+            )
+        for edge in block:
+            require_number("dequantize", edge)
 
     def sources(self, files: WeightFiles) -> Sources:
         """Return the tensors in the files, as the rules see them."""
@@ -223,9 +254,7 @@ class _Loading:
         """Check the arguments, and describe every tensor of the state dict."""
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         offered = self.call.checked_offer(location)
-        names = self.call.names
-        if not (names is None or callable(names) or isinstance(names, Mapping)):
-            raise ArgumentError(f"names={names!r:.100} must be a mapping or a function")
+        self.call.check()
         state = self.call.sharded_state_dict
         check_state(state)
         everything = {dotted(path) for path, _ in leaves(state)}

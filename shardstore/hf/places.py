@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
+
+import msgspec
 
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.stores.location import Location, fsync, store_errors
 
 PART_BYTES = 16 * 1024 * 1024
 MOST_PARTS = 9000
@@ -90,8 +91,7 @@ class FolderPlace:
     def __init__(self, target: Location, options: SaveOptions) -> None:
         self._target, self._options = target, options
         self._attempt: Any = None
-        self._files: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._written: set[str] = set()
 
     def part_bytes(self, size: int) -> int | None:
         """See :class:`Place`."""
@@ -118,19 +118,20 @@ class FolderPlace:
         """See :class:`Place`."""
         path = f"{self._attempt.location.url}/{name}"
         with store_errors("writing", path):
-            with self._lock:
-                if name not in self._files:
-                    self._files[name] = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-            while data:
-                written = os.pwrite(self._files[name], data, start)
-                data, start = data[written:], start + written
+            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                while data:
+                    written = os.pwrite(file, data, start)
+                    data, start = data[written:], start + written
+            finally:
+                os.close(file)
+        self._written.add(path)
 
     def finish(self) -> str:
-        """Wait until what this rank wrote is on the disk, and close the files."""
-        with store_errors("writing", self._attempt.location.url):
-            for file in self._files.values() if self._options.durable else ():
-                os.fsync(file)
-        self._close()
+        """Wait until what this rank wrote is on the disk."""
+        for path in self._written if self._options.durable else ():
+            with store_errors("writing", path):
+                fsync(path)
         return ""
 
     def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
@@ -139,14 +140,8 @@ class FolderPlace:
 
     def abandon(self) -> None:
         """Remove the attempt."""
-        self._close()
         if self._attempt is not None:
             self._attempt.abandon()
-
-    def _close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
 
 
 class StorePlace:
@@ -229,7 +224,11 @@ class S3Place(StorePlace):
     def begin(self, layout: FileLayout) -> str:
         """Abort the uploads of an export that died, and begin an upload for each file."""
         if (left := self._target.read_if_there(RECORD_NAME)) is not None:
-            self._uploads = json.loads(left)
+            try:
+                self._uploads = msgspec.json.decode(left, type=dict[str, str])
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                text = f"/{RECORD_NAME} is no record of uploads ({error}): remove it"
+                raise self._target.error(text) from None
             self.abandon()
         super().begin(layout)
         self._uploads = {}

@@ -30,15 +30,16 @@ from shardstore.dtensor.adoption import adopt
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
+    DTypeMismatchError,
     KeyNameError,
     SaveInProgressError,
 )
 from shardstore.hf.blocks import Block, Piece, held_by, plan_blocks
-from shardstore.hf.files import SINGLE_NAME, FileLayout, is_file_name
+from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, is_file_name
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint
-from shardstore.loading.plan import held_regions, whole_tensor
+from shardstore.loading.plan import elements_of, held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
 from shardstore.saving.plan import Parts, fetched, parts_of, plain_tensor
@@ -46,6 +47,7 @@ from shardstore.state_dict_utils import check_state
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
+from shardstore.storage.format.names import COMMITS, is_inside
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.movers.parallel import default_threads, in_rounds
@@ -206,7 +208,11 @@ def export(
 
 
 def _run(export: Export) -> None:
-    export.write()
+    try:
+        export.write()
+    except BaseException:  # an interrupt; the other ranks notice that this one is gone
+        export.abandon()
+        raise
     export.finish()
 
 
@@ -252,23 +258,41 @@ class _Arguments:
         return found
 
     def documents(self) -> list[tuple[str, bytes]]:
-        """Return names and contents of :attr:`files`."""
-        if isinstance(self.files, Mapping):
-            given = [(n, t.encode() if isinstance(t, str) else t) for n, t in self.files.items()]
-        elif isinstance(self.files, str | os.PathLike):
-            raise ArgumentError(f"files={self.files!r} must be a list of paths, or name -> content")
-        else:
-            given = []
-            for path in self.files:
-                folder, _, name = os.path.abspath(path).rpartition("/")
-                data = Location.of(folder or "/").read_if_there(name)
-                if data is None:
-                    raise ArgumentError(f"files names {path}, which does not exist")
-                given.append((name, data))
-        for name, _ in given:
-            if "/" in name or name.startswith(".") or is_file_name(name):
+        """Return names and contents of :attr:`files`.
+
+        Raises:
+            ArgumentError: they are no paths or texts, a file does not exist, or a name is refused.
+        """
+        given: list[tuple[Any, Any]]
+        try:
+            if isinstance(self.files, Mapping):
+                given = list(self.files.items())
+            elif isinstance(self.files, str | os.PathLike):
+                raise TypeError("one path")
+            else:
+                paths = [os.path.abspath(os.fsdecode(path)) for path in self.files]
+                given = [(path.rpartition("/")[2], _content(path)) for path in paths]
+            found = [
+                (n, t.encode() if isinstance(t, str) else bytes(memoryview(t))) for n, t in given
+            ]
+        except ArgumentError:  # which is a TypeError too
+            raise
+        except TypeError:
+            text = f"files={self.files!r:.100} must be a list of paths, or name -> text or bytes"
+            raise ArgumentError(text) from None
+        for name, _ in found:
+            known = isinstance(name, str) and is_inside(name) and "/" not in name
+            if not known or name.startswith(".") or is_file_name(name) or name in COMMITS:
                 raise ArgumentError(f"files has the name {name!r}, which the export does not write")
-        return given
+        return found
+
+
+def _content(path: str) -> bytes:
+    folder, _, name = path.rpartition("/")
+    data = Location.of(folder or "/").read_if_there(name)
+    if data is None:
+        raise ArgumentError(f"files names {path}, which does not exist")
+    return data
 
 
 @dataclass
@@ -333,7 +357,7 @@ class Export:
         about = {"tensors": len(self.layout.places), "bytes": sum(self.layout.sizes.values())}
         documents = list(self.documents)
         if SINGLE_NAME not in self.layout.heads:
-            documents.append(("model.safetensors.index.json", self.layout.index()))
+            documents.append((INDEX_NAME, self.layout.index()))
 
         def commit(reports: list[bytes]) -> bytes:
             self.place.commit(self.layout, [report.decode() for report in reports], documents)
@@ -379,12 +403,15 @@ def _begin(
         ranks: the ranks.
     """
     documents: list[tuple[str, bytes]] = []
+    places: list[Place] = []
     begun: list[Export] = []
 
     def prepare() -> tuple[Location, list[tuple[str, ShardedTensor]]]:
         target = arguments.target()
+        target.require_shared(ranks.world_size)
         if ranks.is_coordinator:
             documents.extend(arguments.documents())
+        places.append(place_for(target, overwrite=arguments.overwrite, durable=arguments.durable))
         return target, named(held(), arguments.name_of)
 
     def report(prepared: tuple[Location, list[tuple[str, ShardedTensor]]]) -> bytes:
@@ -396,11 +423,13 @@ def _begin(
         ]
         return pickle.dumps((said, report_shards(described), tied(tensors)))
 
-    def agreed(reports: Sequence[bytes], ties: dict[str, str], target: Location) -> Export:
+    def agreed(reports: Sequence[bytes], ties: dict[str, str]) -> Export:
+        target, place = arguments.target(), places[0]
         arrays, holders = held_by(reports, ranks.members)
         arrays = [meta for meta in arrays if meta.key not in ties]
+        if not arrays:
+            raise target.error(": no rank has a tensor to export; see names=", ArgumentError)
         layout = FileLayout.of(arrays, arguments.file_bytes, ties, SINGLE_NAME)
-        place = place_for(target, overwrite=arguments.overwrite, durable=arguments.durable)
         part_bytes = place.part_bytes(max(layout.sizes.values()))
         blocks = plan_blocks(layout, arrays, holders, ranks.members, part_bytes, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
@@ -416,19 +445,19 @@ def _begin(
                     rank=rank,
                 )
         joined, ties = join_reports(shards for _, shards, _ in told), united(t for *_, t in told)
-        export = agreed([joined], ties, arguments.target())
+        export = agreed([joined], ties)
         begun.append(export)
         return pickle.dumps((joined, ties, export.place.begin(export.layout)))
 
     try:
         what = f"exporting to {shown(arguments.place)}"
-        (target, tensors), answer = ranks.step(what, prepare, report, decide)
+        (_, tensors), answer = ranks.step(what, prepare, report, decide)
     except BaseException:
         for export in begun:
             export.abandon()
         raise
     joined, ties, state = pickle.loads(answer)
-    export = begun[0] if begun else agreed([joined], ties, target)
+    export = begun[0] if begun else agreed([joined], ties)
     try:
         export.place.join(state)
         wanted = export.pieces
@@ -445,15 +474,29 @@ def _begin(
 
 
 def tensors_of(state_dict: StateDict) -> list[ShardedTensor]:
-    """Return the tensors of a state dict."""
+    """Return the tensors of a state dict.
+
+    Raises:
+        DTypeMismatchError: a tensor is not dense, or is inside of a tuple.
+    """
     check_state(state_dict)
     state = adopt(state_dict)
     apply_factories(state)
-    values = list(leaves(state))
-    if left_out := [dotted(path) for path, one in values if not isinstance(one, ShardedTensor)]:
+    tensors, left_out = [], []
+    for path, value in leaves(state):
+        if isinstance(value, ShardedTensor):
+            tensors.append(value)
+        elif isinstance(value, torch.Tensor):
+            key = dotted(path)
+            text = f"key {key!r} is a tensor of layout {value.layout}, or inside of a tuple: only "
+            text += "dense tensors in dicts and lists are exported (to_dense() makes one)"
+            raise DTypeMismatchError(text, key=key)
+        else:
+            left_out.append(dotted(path))
+    if left_out:
         text = "%d value(s) are no tensors and are left out of the model: %s"
         logger.info(text, len(left_out), ", ".join(left_out[:8]))
-    return [value for _, value in values if isinstance(value, ShardedTensor)]
+    return tensors
 
 
 def named(
@@ -520,10 +563,8 @@ def tied(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, str]:
         data = tensor.data
         if data is None or not data.numel() or not dtypes.is_plain(data):
             continue
-        memory = (
-            data.device, data.data_ptr(), data.shape, data.stride(), data.dtype,
-            tensor.global_offset, tensor.global_shape, repr(tensor.flattened_range),
-        )  # fmt: skip
+        region = local_box(tensor), tensor.global_shape, repr(tensor.flattened_range)
+        memory = data.device, *elements_of(data), *region
         found[name] = first.setdefault(memory, name)
     return found
 
@@ -562,7 +603,10 @@ def write_blocks(export: Export) -> None:
     pending: list[Future[None]] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="shardstore-io") as pool:
         for batch in in_rounds(shared, lambda block: block.size, ROUND_BYTES):
-            data = _put_together(export, batch)
+            try:
+                data = _put_together(export, batch)
+            except Exception as problem:
+                export.failure, data = export.failure or problem, []
             _wait(export, pending)
             pending = [pool.submit(_write, export, *one) for one in data]
         for block in alone:

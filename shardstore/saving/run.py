@@ -25,7 +25,6 @@ from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
     CheckpointingException,
-    StorageError,
     StructureError,
 )
 from shardstore.loading.context import CONTENT_METADATA_KEY
@@ -237,12 +236,7 @@ class _Desk:
                     "rank the same place and base",
                     rank=rank,
                 )
-        if len(self.openings) > 1 and (url := part.target.url).startswith("memory://"):
-            raise StorageError(
-                f"{url} is the memory of one process, but {len(self.openings)} ranks save; give a "
-                "folder or an object store that all of them see",
-                url=url,
-            )
+        part.target.require_shared(len(self.openings))
         common, digests = b"", None
         told = [opening.plain for opening in self.openings.values() if opening.plain is not None]
         if part.plain is not None and any(report.has_shards for report in told):

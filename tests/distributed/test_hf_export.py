@@ -25,9 +25,11 @@ from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
     CheckpointExistsError,
+    CheckpointingException,
     ChunkCorruptError,
     KeyNameError,
     RanksError,
+    StorageError,
 )
 from shardstore.hf import blocks
 from shardstore.hf.files import SINGLE_NAME, FileLayout
@@ -228,6 +230,7 @@ def _differ(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         "argument": lambda: hf.save(MODEL, f"{folder}/m", file_bytes=[10, 0][rank]),
         "file": lambda: hf.save(MODEL, f"{folder}/m", files=[f"{folder}/missing.json"]),
         "names": lambda: hf.save(MODEL, f"{folder}/m", names=lambda _: "one"),
+        "memory": lambda: hf.save(MODEL, "memory://hf-of-ranks/m"),
         "later": lambda: hf.async_save({"w": shard}, f"{folder}/m"),
     }
     return [(type(error := raised(call)).__name__, str(error)) for call in tries.values()]
@@ -235,12 +238,14 @@ def _differ(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
 
 def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: Path) -> None:
     first, second = run_ranks(_differ, 2, str(tmp_path))
-    kinds = [AccessPatternError] * 6 + [RanksError, RanksError, KeyNameError, AccessPatternError]
+    kinds = [AccessPatternError] * 6 + [RanksError, RanksError, KeyNameError]
+    kinds += [StorageError, AccessPatternError]
     texts = (
         "at offset (18, 0) of shape (1, 16) is on no rank",
         "is in different shards of ranks [0, 1]", "reaches outside the global shape (37, 16)",
         "(2,), torch.float32 on rank 0 and of (3,), torch.float32 on rank 1", "/m1", "bfloat16",
-        "file_bytes=0", "missing.json", "would both have the name 'one'", "is on no rank",
+        "file_bytes=0", "missing.json", "would both have the name 'one'", "memory of one process",
+        "is on no rank",
     )  # fmt: skip
     for number, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
         for rank in (first, second):
@@ -303,7 +308,14 @@ def test_a_model_in_a_store_is_replaced(s3_server: S3Server) -> None:
         ({"names": 3}, "names=3 must be a mapping"),
         ({"names": {"w": ""}}, "the name ''"),
         ({"files": "config.json"}, "a list of paths"),
+        ({"files": 3}, "files=3 must be a list of paths"),
+        ({"files": [3]}, "a list of paths"),
+        ({"files": {"a": 3}}, "name -> text or bytes"),
+        ({"files": {3: "a"}}, "the name 3"),
+        ({"files": ["missing.json"]}, "missing.json, which does not exist"),
         ({"files": {"../x": ""}}, "'../x'"),
+        ({"files": {"zarr.json": ""}}, "'zarr.json'"),
+        ({"names": lambda _: None}, "no rank has a tensor"),
         ({"files": {"a.safetensors": ""}}, "'a.safetensors'"),
         ({"overwrite": 1}, "overwrite=1"),
         ({"place": "x.safetensors"}, "the name of a file"),
@@ -314,6 +326,37 @@ def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], text: str) -
     with pytest.raises(ArgumentError, match=text.replace("(", r"\(")):
         hf.save({"w": torch.ones(2)}, place, **arguments)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"s": torch.eye(2).to_sparse()}, "'s' is a tensor of layout torch.sparse_coo"),
+        ({"t": (torch.ones(1), 2)}, "'t.0'.*tuple"),
+        ({"m": torch.ones(2, device="meta")}, "'m'.*no plain memory"),
+        ({"c": torch.ones(2, dtype=torch.complex128)}, "'c' has data type complex128"),
+        ({"__metadata__": torch.ones(2)}, "'__metadata__'; rename"),
+        ({"\ud800": torch.ones(2)}, "ud800.*rename"),
+    ],
+)
+def test_no_tensor_is_left_out_in_silence(tmp_path: Path, state: State, text: str) -> None:
+    with pytest.raises(CheckpointingException, match=text):
+        hf.save({"w": torch.ones(2), **state}, tmp_path / "m")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tied_weight_called_format_keeps_the_format(tmp_path: Path) -> None:
+    weight = torch.ones(2)
+    hf.save({"a": weight, "format": weight}, tmp_path / "m")
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_record_of_uploads_that_is_none_is_named(s3_server: S3Server) -> None:
+    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    place.write(".shardstore-uploads.json", b"[1]")
+    with pytest.raises(StorageError, match=r"m/\.shardstore-uploads\.json .*remove it"):
+        hf.save(MODEL, place.url, storage_options=s3_server.storage_options)
 
 
 def test_a_header_that_no_reader_takes_is_not_written(

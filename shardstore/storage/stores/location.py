@@ -297,6 +297,14 @@ class Location:
         if self.is_local and os.path.isfile(self.url):
             raise self.error(" is a file; give the folder below which checkpoints are saved")
 
+    def require_shared(self, processes: int) -> None:
+        """Raise :class:`StorageError` if several processes cannot all see the location."""
+        if processes > 1 and self.url.startswith("memory://"):
+            raise self.error(
+                f" is the memory of one process, but {processes} ranks save; give a folder or an "
+                "object store that all of them see"
+            )
+
     @property
     def path(self) -> Path:
         """The local folder."""

@@ -418,3 +418,21 @@ def test_the_package_is_imported_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="'lode'"):
         _ = hf.lode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"names": 3}, "names=3"),
+        ({"rules": 3}, "rules=3"),
+        ({"rules": {"w": 3}}, "template -> rule"),
+        ({"dequantize": "x"}, "dequantize='x'"),
+        ({"dequantize": (128, 0)}, "dequantize=0"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match=text):
+        hf.load({"w": torch.zeros(2)}, tmp_path, **arguments)
+    with pytest.raises(NotACheckpointError, match="does not exist"):
+        hf.load({"w": torch.zeros(2)}, tmp_path / "nothing")
