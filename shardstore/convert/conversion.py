@@ -32,8 +32,8 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.options import require_bool, require_number
+from shardstore.storage.runtime.parallel import in_rounds
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:

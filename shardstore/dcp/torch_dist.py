@@ -51,8 +51,8 @@ from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import behind, streams_of
-from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location, store_errors
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest

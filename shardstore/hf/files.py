@@ -22,8 +22,8 @@ from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.names import MODEL_COMMITS
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.movers.ranges import FileBox, read_boxes, read_bytes
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -50,8 +50,8 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMITS, is_inside
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import RegionRead
-from shardstore.storage.movers.parallel import default_threads, in_rounds
 from shardstore.storage.options import require_bool, require_number
+from shardstore.storage.runtime.parallel import default_threads, in_rounds
 from shardstore.storage.stores.location import Location, shown
 
 logger = logging.getLogger(__name__)

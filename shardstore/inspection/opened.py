@@ -501,7 +501,7 @@ class StoredArray:
         import numpy as np
 
         from shardstore.storage.movers.chunks import RegionRead
-        from shardstore.storage.movers.parallel import run_batched
+        from shardstore.storage.runtime.parallel import run_batched
 
         axes = [ranges for ranges, _ in chosen]
         out = np.empty([sum(map(len, ranges)) for ranges in axes], self.dtype)

@@ -24,7 +24,7 @@ from shardstore.progress import Operation, ProgressArgument, metered
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.objects import read_many
 
 T = TypeVar("T")

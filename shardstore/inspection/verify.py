@@ -34,10 +34,10 @@ from shardstore.storage.format.names import (
     key_of,
     object_place,
 )
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.mover import check_chunk
-from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import require_number
+from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.values.record import StateRecord
 from shardstore.values.torch_archive import verify_archive
 

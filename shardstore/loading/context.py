@@ -16,10 +16,10 @@ from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import committed_files
 from shardstore.storage.format.names import CONFIG_NAME
-from shardstore.storage.movers.checksums import crc32c
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.runtime.checksums import crc32c
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, running

@@ -34,7 +34,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
 from shardstore.storage.movers.device import behind, host_memory, streams_of
-from shardstore.storage.movers.parallel import default_threads, in_rounds
+from shardstore.storage.runtime.parallel import default_threads, in_rounds
 
 BYTES_A_THREAD = 32 * 1024 * 1024
 """Size of the buffers for files. Larger buffers are not faster, because new memory is slow."""

@@ -27,8 +27,8 @@ from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.format.names import CONFIG_NAME
-from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import require_number
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger("shardstore.manager")

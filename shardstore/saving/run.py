@@ -43,8 +43,8 @@ from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
 from shardstore.storage.commit.publish import About
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import SaveOptions, require_bool
+from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (

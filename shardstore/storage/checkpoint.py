@@ -29,8 +29,8 @@ from shardstore.storage.format.names import (
     node_name,
     object_place,
 )
-from shardstore.storage.movers.checksums import crc32c
-from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.runtime.checksums import crc32c
+from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
 

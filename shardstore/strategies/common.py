@@ -22,7 +22,7 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_ma
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, node_name, object_place
-from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy

@@ -37,8 +37,8 @@ from shardstore.saving.session import SaveSession
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint, latest
 from shardstore.storage.commit.identity import is_checkpoint
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import (
     ZarrSaveShardedStrategy,

@@ -33,10 +33,10 @@ from shardstore.storage.format.names import node_name
 from shardstore.storage.movers import chunk_bytes, files
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.codecs import decompress
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.tensorstore_reader import open_array, read_decoded
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8

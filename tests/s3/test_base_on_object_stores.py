@@ -22,9 +22,9 @@ from shardstore.storage.commit.base import COPY_THREADS, ReusingMover, read_base
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_proxy import Fault, FaultProxy

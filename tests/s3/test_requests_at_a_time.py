@@ -20,8 +20,8 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.parallel import kept_memory
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.parallel import kept_memory
 from shardstore.storage.stores import objects as objects_module
 from shardstore.storage.stores.location import Location
 

@@ -32,9 +32,9 @@ from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover, check_chunk
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from shardstore.storage.commit.identity import has_dcp_metadata
 from shardstore.storage.commit.inventory import deletion_rounds, known_nodes, own_names
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS, key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
-from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, fsync, store_errors
 
 OWNER_NAME = ".owner.json"

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
-from shardstore.storage.movers.parallel import run_together
+from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.location import Location
 
 ATTEMPTS = ".attempts"

@@ -40,8 +40,8 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError, exists_e
 from shardstore.storage.commit.identity import ATTEMPTS, has_dcp_metadata, is_committed
 from shardstore.storage.commit.inventory import DELETING, deletion_rounds, numbers, remains
 from shardstore.storage.format.names import DCP_METADATA_NAME
-from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import run_requests

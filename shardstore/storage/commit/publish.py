@@ -21,10 +21,10 @@ from shardstore.storage.format.manifest import ChunkRecord, RankManifest, conten
 from shardstore.storage.format.merge import Merged, merge
 from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import run_together
 
 CONFIG = "config"
 """Member of ``attributes.shardstore`` of the root group with the content of ``metadata.json``, so

@@ -21,17 +21,27 @@ from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format.documents import CRC32C, ArrayMeta
-from shardstore.storage.movers.checksums import read_chunks
 from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, open_regular, store_errors
 
 if TYPE_CHECKING:
     from shardstore.storage.movers.mover import Mover
+
+try:
+    from shardstore.storage.movers._copy_crc import read_chunks
+except ImportError:  # no compiler at the installation, or no AVX-512
+    COMPILED = False
+
+    def read_chunks(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
+        """Return no result: the compiled reader is not available."""
+        return [None] * len(requests)
+else:
+    COMPILED = True
 
 IO_BYTES = 2 * 1024 * 1024
 """Size of a single read or write: large enough to make the cost of system calls negligible, small

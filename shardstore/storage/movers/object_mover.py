@@ -18,8 +18,8 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.movers import codecs
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,

@@ -27,8 +27,8 @@ from shardstore.storage.movers.chunk_bytes import (
     view_in_chunk,
 )
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location, open_regular, store_errors
 
 BATCH_BYTES = 4 * 1024 * 1024

@@ -19,9 +19,9 @@ from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.movers.chunks import GetManifest, ReadDone, RegionRead
 from shardstore.storage.movers.codecs import BadChunkError
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.movers.verify import chunk_error
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import in_rounds
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from shardstore.errors import ArgumentError, CheckpointingException, StorageError, damaged
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore

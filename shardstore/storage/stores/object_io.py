@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 
 T = TypeVar("T")
 Parts: TypeAlias = Sequence[bytes | memoryview]

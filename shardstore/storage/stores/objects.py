@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location, require_size
 from shardstore.storage.stores.object_io import UNKNOWN_BYTES, ObjectIO, Parts, run_requests
 

@@ -25,7 +25,7 @@ from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointingException, StorageError
-from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores import s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
 from shardstore.storage.stores.object_io import LARGE_BYTES

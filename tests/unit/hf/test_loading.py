@@ -29,7 +29,7 @@ from shardstore.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 
 W, B = torch.arange(24.0).reshape(4, 6), torch.arange(3).to(torch.bfloat16)
 
