@@ -19,7 +19,8 @@ from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.ranges import read_bytes
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.stores.folder import store_errors
+from shardstore.storage.stores.location import Location
 from shardstore.values.record import MEMBER, StateRecord
 
 MAX_PARTS = 9000

@@ -276,7 +276,7 @@ def split_state(request: SaveRequest, *, arrays: bool) -> Part:
     target = Location.of(request.checkpoint_dir, options.storage_options)
     base = None if options.base is None else Location.of(options.base)
     if base is not None and not base.options:
-        base = Location(base.url, target.options)
+        base = Location.of(base, target.options or options.storage_options)
     require_group("replica_group", options.replica_group)
     require_bool("verify_integrity", request.verify_integrity)
     sharded_strategy, common_strategy = strategies = request.strategies()

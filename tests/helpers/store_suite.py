@@ -561,7 +561,7 @@ class StoreTests:
         shardstore.remove_sharded_tensors(url, "empty", storage_options=options)
         assert "b/c.0" in names_of(where)
         with monkeypatch.context() as patch:
-            patch.setattr(Location, "replace", killed)
+            patch.setattr(type(where), "replace", killed)
             with pytest.raises(KeyboardInterrupt):
                 shardstore.remove_sharded_tensors(url, "b", storage_options=options)
         assert "b/c.0" not in names_of(where)
