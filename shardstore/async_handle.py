@@ -26,8 +26,8 @@ from typing import Any, Literal, Protocol, Unpack
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.saving.execute import Staging
 from shardstore.saving.run import SaveRequest, run_save
+from shardstore.saving.staging import Staging
 from shardstore.serialization import save_strategies
 from shardstore.storage.options import SaveKeywords, options_of
 from shardstore.storage.stores.location import Location
