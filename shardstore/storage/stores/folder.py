@@ -144,7 +144,8 @@ class LocalFolder(Location):
 
     def threads(self, size_bytes: int = 0) -> int:
         """See :meth:`Location.threads`."""
-        return min(default_threads(), 1 + size_bytes // READ_BYTES)
+        share = 1 + size_bytes // READ_BYTES
+        return 1 if share == 1 else min(default_threads(), share)
 
     def buffer_bytes(self, budget_bytes: int) -> int:
         """See :meth:`Location.buffer_bytes`."""

@@ -197,7 +197,7 @@ class Location(ABC):
     @property
     def is_local(self) -> bool:
         """Whether the location is a folder of the operating system."""
-        return self.driver == "file"
+        return "://" not in self.url
 
     @property
     def is_s3(self) -> bool:
@@ -473,7 +473,8 @@ class Location(ABC):
     @abstractmethod
     def copy_from(self, source: Location, name: str) -> bool:
         """Copy a file within the store if there is none of its name here; on a disk by a hard link.
-        Many object stores ignore the condition and overwrite.
+        Many object stores ignore the condition and overwrite. This location must exist: a folder that
+        another process removed is not made again.
 
         Returns:
             Whether the file was copied.
