@@ -473,7 +473,7 @@ class Location(ABC):
     @abstractmethod
     def copy_from(self, source: Location, name: str) -> bool:
         """Copy a file within the store if there is none of its name here; on a disk by a hard link.
-        Many object stores ignore the condition and overwrite. This location must exist: a folder that
+        Many object stores ignore the condition and overwrite. This folder must exist: one that
         another process removed is not made again.
 
         Returns:
