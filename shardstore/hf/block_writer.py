@@ -157,7 +157,7 @@ class BlockWriter:
             if buffer is not None:
                 data.append((block, buffer.data))
             for piece in block.pieces:
-                size = piece.box.size * self.dtypes[piece.key].itemsize
+                size = piece.box.size * piece.itemsize
                 if piece.rank != rank:
                     if buffer is not None:
                         receives.append((piece.rank, received := np.empty(size, np.uint8)))
@@ -183,7 +183,6 @@ class _Buffer:
     """The bytes of a block, put together of pieces."""
 
     def __init__(self, writer: BlockWriter, block: Block) -> None:
-        self._dtypes = writer.dtypes
         self._memory = np.empty(block.size + 2 * MARGIN, np.uint8)
         self.data = self._memory[MARGIN : MARGIN + block.size]
         head = writer.layout.heads[block.name][block.start : block.stop]
@@ -192,7 +191,7 @@ class _Buffer:
     def put(self, piece: Piece, data: NDArray[np.uint8]) -> None:
         """Copy a piece to its place."""
         # NumPy copies the data types that it lacks element by element.
-        dtype = np.dtype(f"u{self._dtypes[piece.key].itemsize}")
+        dtype = np.dtype(f"u{piece.itemsize}")
         whole = np.ndarray(piece.whole.shape, dtype, self._memory, MARGIN + piece.start)
         where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.whole.offset).slices)
         whole[where] = data.view(dtype).reshape(piece.box.shape)
