@@ -103,7 +103,8 @@ def load(
 
     Every rank calls it with its own state dict, and waits for the others. One rank reads the index
     and the headers for all. Each rank reads the byte ranges of its shards only, directly into the
-    given tensors if their memory has the layout of the file.
+    given tensors if their memory has the layout of the file; from a store, the ranks of a host read
+    rows of which several want parts once.
 
     Args:
         state_dict: nested dicts and lists with DTensors, plain tensors, and Megatron-Core's sharded
@@ -126,7 +127,8 @@ def load(
         storage_options: see :func:`shardstore.save`; for ``hf://``, ``token``.
         map_location: see :func:`shardstore.load`.
         replica_group: see :func:`shardstore.load`.
-        share_replicas: see :func:`shardstore.load`.
+        share_replicas: see :func:`shardstore.load`. Unless it is ``"never"``, ranks of a host that
+            want parts of the same rows of a tensor in a store read the rows once.
         exchange_budget_bytes: see :func:`shardstore.load`.
         progress: see :func:`shardstore.load`.
 
