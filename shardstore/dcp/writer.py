@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardstore.coverage import Layouts, as_flat_range, merge_layouts, not_alone, report_shards
-from shardstore.dcp.reader import Placed, forget_listings
+from shardstore.dcp.reader import Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
@@ -417,7 +417,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         if self._marker:
             # After the commit, because programs take a folder with it for a complete checkpoint.
             self._place.replace(DCP_METADATA_NAME, MARKER)
-            forget_listings(self._place)
+            self._place.forget_listings()
 
 
 def _abandon(attempt: Attempt, process: int) -> None:

@@ -20,7 +20,7 @@ from shardstore.saving.plan import Parts, fetched, parts_of
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.movers.parallel import default_threads, in_rounds
+from shardstore.storage.runtime.parallel import default_threads, in_rounds
 
 Source: TypeAlias = Callable[[Box], torch.Tensor]
 """Returns a box of a tensor, in host memory; several threads call it."""

@@ -27,7 +27,8 @@ from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location, fsync, store_errors
+from shardstore.storage.stores.folder import fsync, store_errors
+from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 
 PART_BYTES = 16 * 1024 * 1024

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from shardstore.distributed.groups import Group, Members, first_of, global_ranks
 from shardstore.errors import ArgumentError
-from shardstore.storage.movers.parallel import local_ranks
+from shardstore.storage.runtime.parallel import local_ranks
 from shardstore.storage.stores.location import Location
 
 Offer: TypeAlias = tuple[Members, str, bool] | None

@@ -50,8 +50,9 @@ from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
+from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
 from shardstore.utils import extract_sharded_objects
@@ -215,7 +216,8 @@ def causes(
 
 def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[str], set[str]]:
     started = perf_counter()
-    location, callback, error = Location(shown(call.checkpoint_dir)), None, None
+    location: Location = LocalFolder(shown(call.checkpoint_dir))
+    callback, error = None, None
     try:
         location = Location.of(call.checkpoint_dir, call.storage_options)
         callback = callback_of(call.progress, shows=ranks.is_coordinator)

@@ -22,9 +22,8 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_ma
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, node_name, object_place
-from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy
 from shardstore.values import plain as plain_values
 from shardstore.values import record
@@ -173,7 +172,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
                 values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
 
         objects = list(nested_values(sharded_objects_state_dict))
-        run_batched(objects, load, threads=1 if stored.location.is_local else READ_TOGETHER)
+        run_batched(objects, load, threads=stored.location.threads())
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
         )
@@ -224,7 +223,7 @@ def _read_file(
     candidates = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
     names = [name for name in dict.fromkeys(candidates) if is_inside(name)]
     for name in names:
-        (data,) = read_many(stored.location, [name], [sizes.get(name)])
+        (data,) = stored.location.read_many([name], [sizes.get(name)])
         if data is not None:
             return name, data
     for name in names:
