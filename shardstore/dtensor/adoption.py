@@ -18,8 +18,8 @@ that several ranks hold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -28,9 +28,6 @@ from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
 from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
 from shardstore.state_dict_utils import check_state
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
@@ -62,10 +59,7 @@ def needs_adoption(values: Sequence[Any], shards: Sequence[ShardedBase]) -> bool
         values: the values of the state dict that are not sharded.
         shards: the others.
     """
-    kind = _dtensor_type()
-    return any(isinstance(value, kind) for value in values) or (
-        not shards and any(map(_is_plain, values))
-    )
+    return has_dtensors(values) or (not shards and any(map(_is_plain, values)))
 
 
 def _is_plain(value: Any) -> bool:
@@ -78,10 +72,10 @@ def _dtensor_type() -> Any:
     return getattr(module, "DTensor", ())
 
 
-def dtensors_of(state: Any) -> list[DTensor]:
-    """Return the DTensors in nested dicts, lists and tuples."""
+def has_dtensors(values: Iterable[Any]) -> bool:
+    """Return whether some of the values are DTensors."""
     kind = _dtensor_type()
-    return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
+    return bool(kind) and any(isinstance(value, kind) for value in values)
 
 
 def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
@@ -108,7 +102,7 @@ def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
             return walked
         if isinstance(value, list):
             return [walk(item, (*path, i)) for i, item in enumerate(value)]
-        if isinstance(value, tuple) and dtensors_of(value):
+        if isinstance(value, tuple) and has_dtensors(one for _, one in leaves(value)):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
                 "tensors, so make it a list",
