@@ -66,22 +66,15 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _dtensor_type() -> Any:
-    """Return the DTensor type if the program has imported it, else a type without instances."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", ())
-
-
 def has_dtensors(values: Iterable[Any]) -> bool:
     """Return whether some of the values are DTensors."""
-    kind = _dtensor_type()
-    return bool(kind) and any(isinstance(value, kind) for value in values)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # if imported
+    return any(isinstance(value, kind) for value in values)
 
 
 def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
     """Return a state dict with DTensors and plain tensors as sharded tensors; in a load (``stored``
     has the keys of the stored arrays), plain tensors that are stored as arrays."""
-    kind = _dtensor_type()
     seen: dict[str, Path] = {}
 
     def key_of(path: Path) -> str:
@@ -108,7 +101,7 @@ def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
                 "tensors, so make it a list",
                 key=dotted(path),
             )
-        if isinstance(value, kind):
+        if has_dtensors([value]):
             return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
         if _is_plain(value) and (stored is None or dotted(path) in stored):
             return ClaimedTensor.from_rank_offsets(key_of(path), value)

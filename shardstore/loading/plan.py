@@ -351,7 +351,7 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
     """
     if tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}, which has no plain memory to be filled"
-    elif _overlaps_itself(tensor):
+    elif not tensor.is_contiguous() and _overlaps_itself(tensor):
         what = (
             f"with strides {tuple(tensor.stride())}, several elements of which share memory, as in "
             "an expanded tensor"
@@ -371,7 +371,7 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
-    if data.is_contiguous() or not data.numel():
+    if not data.numel():
         return False
     extent = 1
     for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):

@@ -154,7 +154,7 @@ class LoadRequest:
             raise ArgumentError(
                 f"share_replicas={self.share_replicas!r} must be 'auto', 'always' or 'never'"
             )
-        _ = self.mode, self.device
+        _ = self.mode, self.map_location is None or self.device  # they raise errors
         if self.replica_group is None:
             return None
         require_group("replica_group", self.replica_group)
@@ -530,7 +530,7 @@ def match_keys(request: LoadRequest, ranks: Ranks, opened: Opened) -> Matched:
     """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
     mode of ``strict``."""
     context, wanted, requested = opened.context, opened.wanted, opened.requested or set()
-    mode, device = request.mode, request.device
+    mode, device = request.mode, None if request.map_location is None else request.device
     for_tensors, for_common = find_strategies(
         context, request.sharded_strategy, request.common_strategy
     )
