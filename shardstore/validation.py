@@ -343,11 +343,13 @@ def verify_checkpoint_and_load_strategy(
         (base.LoadShardedStrategy, base.StrategyAction.LOAD_SHARDED, sharded_strategy, sharded),
         (base.LoadCommonStrategy, base.StrategyAction.LOAD_COMMON, common_strategy, common),
     ):
-        given = (backend, version) if given is None else given
         try:
+            if given is None:
+                found.append(base.get_default_strategy(action, backend, version))
+                continue
             found.append(strategy_of(kind, given, action))
         except errors.CheckpointingException as error:
-            if not isinstance(given, tuple):
+            if not isinstance(given, tuple | None):
                 raise
             text = f"the checkpoint {url} cannot be loaded: {error}"
             raise errors.FormatVersionError(text, url=url) from error

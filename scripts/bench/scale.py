@@ -53,6 +53,7 @@ def sizes(run: Run, turn: Turn) -> Figures:
 def _one_rank(world: int, tensors: int) -> Figures:
     """Preparation and manifest of a rank in the middle of the world, which holds a shard of every
     tensor: as under FSDP, the most that there can be."""
+    from shardstore.coverage import is_first
     from shardstore.mapping import ShardedTensor
     from shardstore.saving.plan import plan_writes
     from shardstore.state_dict_utils import save_preprocess
@@ -72,7 +73,7 @@ def _one_rank(world: int, tensors: int) -> Figures:
     records = _records(plan.writes[0].array)
     begin = time.perf_counter()
     manifest = RankManifest(rank)
-    for meta, first in plan.arrays:
+    for meta, first in zip(plan.arrays, map(is_first, plan.tensors), strict=True):
         manifest.add_array(meta, created=first)
     for i, item in enumerate(plan.writes):
         manifest.add_chunk(item.array, item.index, records[i % RECORDS])

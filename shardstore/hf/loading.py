@@ -51,8 +51,8 @@ from shardstore.loading.plan import (
     with_destinations,
 )
 from shardstore.loading.read import read_chunks
-from shardstore.loading.replicas import Offer, agree
-from shardstore.loading.run import LoadCall
+from shardstore.loading.replicas import ReadGroup, groups_reading_alone
+from shardstore.loading.run import LoadRequest
 from shardstore.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -176,7 +176,7 @@ def load(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class _Call(LoadCall):
+class _Call(LoadRequest):
     """The arguments of :func:`load` on one rank."""
 
     names: Names | None
@@ -248,7 +248,7 @@ class _Loading:
         )
         files, apart = pickle.loads(answer)
         files.location = replace(files.location, options=location.options)
-        shares = offered is not None and offered[2] and offered[0] not in apart
+        shares = offered is not None and offered.shares and offered.members not in apart
         match, answer = step(
             lambda: self._find(state, self.call.sources(files)),
             self._used,
@@ -268,10 +268,10 @@ class _Loading:
         shaped = cast(StateDict, shaped_like(self.call.sharded_state_dict, read))
         return shaped, missing, unexpected
 
-    def _prepare(self) -> tuple[Location, Offer, ShardedStateDict]:
+    def _prepare(self) -> tuple[Location, ReadGroup | None, ShardedStateDict]:
         """Check the arguments, and describe every tensor of the state dict."""
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
-        offered = self.call.checked_offer(location)
+        offered = self.call.checked_group(location)
         self.call.check()
         state = self.call.sharded_state_dict
         check_state(state)
@@ -283,7 +283,8 @@ class _Loading:
         urls, offers = zip(*map(pickle.loads, reports), strict=True)
         if len(set(urls)) > 1:
             raise ArgumentError(f"{self.what}: the ranks give different places: {set(urls)}")
-        apart = agree(dict(zip(self.ranks.members, offers, strict=True)), urls[0])
+        by_rank = dict(zip(self.ranks.members, offers, strict=True))
+        apart = groups_reading_alone(by_rank, urls[0])
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         return pickle.dumps((WeightFiles.open(location), apart))
 

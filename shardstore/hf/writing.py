@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
-from shardstore.coverage import join_reports, report_shards
+from shardstore.coverage import Report, join_reports, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import adopt
@@ -377,7 +377,7 @@ def _begin(
         ]
         return pickle.dumps((said, report_shards(described), tied(tensors)))
 
-    def agreed(reports: Sequence[bytes], ties: dict[str, str]) -> Export:
+    def agreed(reports: Sequence[Report], ties: dict[str, str]) -> Export:
         target, place = arguments.target(), places[0]
         arrays, holders = held_by(reports, ranks.members)
         arrays = [meta for meta in arrays if meta.key not in ties]

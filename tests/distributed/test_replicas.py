@@ -21,7 +21,7 @@ from shardstore.errors import (
 )
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading import read
-from shardstore.loading.replicas import offer
+from shardstore.loading.replicas import read_group
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
@@ -275,8 +275,8 @@ def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
 
 def shares(group: Any, share: str, place: Location) -> bool:
     """Whether this rank wants to share."""
-    offered = offer(group, share, place)
-    return offered is not None and offered[2]
+    report = read_group(group, share, place)
+    return report is not None and report.shares
 
 
 def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, folder: Path) -> None:
