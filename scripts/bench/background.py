@@ -69,7 +69,7 @@ def saves(mode: str, run: Run, turn: Turn) -> Figures:
     if mode == "train":
         found[LOST] = [row[LOST] for row in rows[1:]]
         found[RATE] = [(row[RATE], "ratio") for row in rows[1:]]
-    if run.device == "cuda":
+    if run.options.device == "cuda":
         found[DEVICE_PEAK] = (max(row[DEVICE_PEAK] for row in rows), "bytes")
     return found
 

@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.bucket import proxy, requests
+from bench.bucket import Bucket
 from bench.clients import (
     DCP_OURS,
     DCP_ROOT_ONLY,
     DIRECT,
+    HF,
+    HF_DCP,
     MEGATRON,
     OURS,
     RAW,
@@ -155,18 +157,20 @@ def slow_requests(run: Run, turn: Turn) -> Figures:
     The ideal save waits for the objects that a checkpoint has to have, a chunk and a document an
     array, as many at a time as shardstore sends small objects, and for nothing else.
     """
-    crew, client = turn.crew, turn.client
-    target, found = run.store.new(client), Figures()
-
-    def save() -> None:
-        found[S3_SAVE] = crew.save(client, target).seconds
-
-    found[REQUESTS] = (requests(save), "count")
-    found[S3_LOAD] = crew.load(client, target).seconds
+    assert isinstance(run.store, Bucket)
+    crew, client, forwarder = turn.crew, turn.client, run.store.forwarder
+    target, before = run.store.new(client), forwarder.requests
+    saved = crew.save(client, target).seconds
+    requests = forwarder.requests - before
+    loaded = crew.load(client, target).seconds
     crew.check()
-    objects = 2 * crew.setup[0]["tensors"]
-    ideal = objects / SMALL_CONCURRENCY * LATENCY_MS / 1000
-    return found | {OVER_IDEAL: (found[S3_SAVE] / ideal, "ratio")}
+    ideal = 2 * crew.setup[0]["tensors"] / SMALL_CONCURRENCY * LATENCY_MS / 1000
+    return {
+        REQUESTS: (requests, "count"),
+        S3_SAVE: saved,
+        S3_LOAD: loaded,
+        OVER_IDEAL: (saved / ideal, "ratio"),
+    }
 
 
 def _below_raw(sync: float, unsynced: float, warm: float, cold: float) -> list[Target]:
@@ -249,6 +253,12 @@ DISK = (
             Target(WARM, DCP_OURS, _DCP, least=2.0),
         ],
     ),
+    Case(
+        name="hf",
+        action=save_and_load,
+        clients=("raw-1", HF, HF_DCP),
+        targets=[Target(measure, HF, (HF_DCP,), most=1.0) for measure in (SAVE_SYNC, WARM)],
+    ),
 )
 
 _DCP_S3 = ("dcp-s3", "dcp-s3-default")
@@ -284,7 +294,7 @@ S3 = (
         workload="arrays",
         warmups=0,
         targets=[Target(OVER_IDEAL, OURS, most=3.0)],
-        around=lambda run: proxy(LATENCY_MS),
+        latency_ms=LATENCY_MS,
     ),
     Case(
         name="s3-memory",

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-_PLACES = ("--json", "--dir", "--megatron-python")
+_PLACES = ("--json", "--dir")
 
 
 @dataclass(frozen=True)

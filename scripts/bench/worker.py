@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from bench import clients
-from bench.clients.base import Client, Share
+from bench.clients.base import Share
 from bench.workload import build, entries_of
 from testing.memory import BytesRead, peak_rss_bytes, reset_peak
 
@@ -49,7 +49,7 @@ class Rank:
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, Any] = {}
         self._loaded: dict[str, torch.Tensor] | None = None
         self._prepared: Any = None
 
@@ -81,7 +81,7 @@ class Rank:
             "versions": _versions(),
         }
 
-    def client(self, name: str) -> Client:
+    def client(self, name: str) -> Any:
         """The client of that name; each is made once."""
         if name not in self._clients:
             self._clients[name] = clients.create(name)
@@ -164,18 +164,15 @@ def place(path: str) -> Any:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

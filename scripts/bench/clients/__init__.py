@@ -17,6 +17,7 @@ RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
 COPY, PLAIN = "memory copy", "copy + write"
 DCP, DCP_REUSED, DCP_PINNED = "dcp thread", "dcp reused stager", "dcp pinned stager"
 DIRECT = (*RAW, OURS, "dcp-best", "dcp-default", MEGATRON, SAFETENSORS)
+HF, HF_DCP = "hf", "hf-dcp"
 S3_DIRECT = (*RAW_S3, OURS, "dcp-s3", DCP_OURS)
 LIMITS = (*RAW, *RAW_S3, *RAW_DOCUMENTS, COPY, PLAIN)
 """Not peers, but the least that is possible."""
@@ -39,6 +40,8 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     DCP: ("dcp:Dcp", {}),
     DCP_REUSED: ("dcp:Dcp", {"stager": "reused"}),
     DCP_PINNED: ("dcp:Dcp", {"stager": "pinned"}),
+    HF: ("dcp:Hf", {}),
+    HF_DCP: ("dcp:DcpHf", {}),
     DCP_OURS: ("dcp:DcpOverShardstore", {}),
     DCP_ROOT_ONLY: ("dcp:DcpOverShardstore", {"array_documents": False}),
     "dcp-s3": ("dcp:DcpS3", {"threads": 2}),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint import _fsspec_filesystem as over_fsspec
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from bench.clients.base import Saving, Share, sync_once
+from bench.clients.base import Share, sync_once
+from shardstore import hf
 from shardstore.dcp import StorageReader, StorageWriter
 
 State = dict[str, torch.Tensor]
@@ -28,6 +30,8 @@ class Dcp:
     In the background it saves in its thread form at its defaults, which sync every file. A stager
     that is "reused" keeps its buffers; one that is "pinned" has all of DCP's options on.
     """
+
+    syncs = True
 
     def __init__(self, *, threads: int = 1, stager: str | None = None) -> None:
         self._threads = threads
@@ -61,7 +65,7 @@ class Dcp:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             save(dict(prepared), storage_writer=self._writer(path, sync))
-        if sync and type(self) is Dcp:
+        if sync and self.syncs:
             sync_once(path)
 
     def load(self, prepared: State, path: Path) -> None:
@@ -70,7 +74,7 @@ class Dcp:
             warnings.simplefilter("ignore")
             load(dict(prepared), storage_reader=self._reader(path))
 
-    def start(self, prepared: State, path: Path) -> Saving:
+    def start(self, prepared: State, path: Path) -> _Staged:
         """`torch.distributed.checkpoint.async_save`."""
         writer = FileSystemWriter(path)
         with warnings.catch_warnings():
@@ -102,6 +106,8 @@ class _Staged:
 class DcpOverShardstore(Dcp):
     """The same program with one line changed: our storage under DCP."""
 
+    syncs = False
+
     def __init__(self, *, array_documents: bool = True) -> None:
         super().__init__()
         self._array_documents = array_documents
@@ -119,6 +125,8 @@ class DcpOverShardstore(Dcp):
 class DcpS3(Dcp):
     """FsspecWriter over s3fs, credentials from the environment."""
 
+    syncs = False
+
     def __init__(self, *, threads: int) -> None:
         super().__init__(threads=threads)
         self.settings = f"FsspecWriter(thread_count={threads}) over s3fs, no checksum"
@@ -128,3 +136,33 @@ class DcpS3(Dcp):
 
     def _reader(self, path: Path) -> Any:
         return over_fsspec.FsspecReader(path, **S3_OPTIONS)
+
+
+class DcpHf(Dcp):
+    """DCP's files of Hugging Face's format, put together by one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = "HuggingFaceStorageWriter, consolidated; sync: one syncfs after save"
+
+    def _writer(self, path: Path, sync: bool) -> Any:
+        return HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
+
+    def _reader(self, path: Path) -> Any:
+        return HuggingFaceStorageReader(str(path))
+
+
+class Hf(Dcp):
+    """The same files by `shardstore.hf`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = "shardstore.hf.save and load; sync: durable=True"
+
+    def save(self, prepared: State, path: Path, sync: bool) -> None:
+        """`shardstore.hf.save`."""
+        hf.save(prepared, path, durable=sync)
+
+    def load(self, prepared: State, path: Path) -> None:
+        """`shardstore.hf.load`, which reads into the given tensors."""
+        hf.load(prepared, path)
