@@ -21,7 +21,7 @@ from arguments import (
 )
 
 from bench import page
-from bench.background import ASYNC, GPU
+from bench.background import ASYNC
 from bench.bucket import Bucket
 from bench.cases import DISK, S3
 from bench.cli import CLI
@@ -33,17 +33,16 @@ from testing.machine import Disk
 
 NEEDED_BYTES = 8 * 2**30
 """Of free space on the disk, at scale 1."""
-COMMANDS: dict[str, tuple[Sequence[Case], tuple[int, ...], int, float, str]] = {
-    "disk": (DISK, (1, 4), 5, 1, "saves and loads on a local disk"),
-    "s3": (S3, (1,), 5, 1, "saves and loads in a bucket of the server that AWS_ENDPOINT_URL, "
+COMMANDS: dict[str, tuple[Sequence[Case], tuple[int, ...], int, str]] = {
+    "disk": (DISK, (1, 4), 5, "saves and loads on a local disk"),
+    "s3": (S3, (1,), 5, "saves and loads in a bucket of the server that AWS_ENDPOINT_URL, "
            "AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY name, or of "
            "scripts/s3_server; a round takes 10 GiB"),
-    "async": (ASYNC, (1,), 3, 1, "saves in the background, upon a base; shared loads"),
-    "scale": (SCALE, RANKS, 1, 1, "planning and committing in large worlds"),
-    "gpu": (GPU, (1,), 1, 4, "saves off a CUDA device, and loads to it"),
-    "cli": (CLI, (1,), 5, 1, "the command line's start, and verification"),
+    "async": (ASYNC, (1,), 3, "saves in the background, upon a base; shared loads"),
+    "scale": (SCALE, RANKS, 1, "planning and committing in large worlds"),
+    "cli": (CLI, (1,), 5, "the command line's start, and verification"),
 }  # fmt: skip
-"""Name -> cases, and the defaults of --ranks, --repeats and --scale; what is measured."""
+"""Name -> cases, and the defaults of --ranks and --repeats; what is measured."""
 
 
 def main() -> int:
@@ -52,7 +51,7 @@ def main() -> int:
         prog="scripts/benchmark", description="Measure shardstore beside raw I/O and its peers."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (cases, ranks, repeats, scale, help) in COMMANDS.items():
+    for name, (cases, ranks, repeats, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=help)
         command.set_defaults(run=_measure, command=name)
         names = tuple(dict.fromkeys(case.name for case in cases))
@@ -63,10 +62,10 @@ def main() -> int:
             ("--clients", chosen_of(clients), clients, f"of {'; '.join(clients)}"),
             ("--ranks", counts, ranks, f"worlds of the cases that have no own ({worlds})"),
             ("--repeats", count, repeats, f"rounds that count ({repeats})"),
-            ("--scale", above_zero, scale, f"factor on the sizes ({scale:g})"),
+            ("--scale", above_zero, 1.0, "factor on the sizes (1)"),
             ("--json", new_file, None, "file for every sample; `benchmark page` reads it"),
             ("--dir", writable_folder, None, "folder on the disk to measure (a temporary one)"),
-            ("--device", str, "cuda" if name == "gpu" else "cpu", "where tensors are: cuda or cpu"),
+            ("--device", str, "cpu", "where tensors are: cuda or cpu (cpu)"),
         ):
             metavar = option.strip("-").upper()
             command.add_argument(option, type=kind, default=default, metavar=metavar, help=meaning)
@@ -81,7 +80,7 @@ def _measure(options: argparse.Namespace) -> int:
         import torch
 
         if not torch.cuda.is_available():
-            print("benchmark gpu needs a CUDA device; there is none here", file=sys.stderr)
+            print("--device cuda: there is no CUDA device here", file=sys.stderr)
             return 2
     with tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=options.dir) as folder:
         root = Path(folder)

@@ -1,6 +1,4 @@
-"""The cases of `benchmark async` and `benchmark gpu`: saves in the background, saves upon a base,
-and shared loads; and the same saves, and loads, on a CUDA device.
-"""
+"""The cases of `benchmark async`: saves in the background, saves upon a base, and shared loads."""
 
 from __future__ import annotations
 
@@ -22,12 +20,10 @@ from bench.clients import (
     BUDGET,
     COPY,
     DCP,
-    DCP_PINNED,
     DCP_REUSED,
     OURS,
     OVERLAP,
     PLAIN,
-    SAFETENSORS,
 )
 from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
@@ -39,7 +35,6 @@ MIB = 2**20
 STALL, FIRST, STAGED, DURABLE = "stall", "stall, first call", "until staged", "until durable"
 LOST, RATE = "training lost", "rate of training during the save"
 PEAK, DEVICE_PEAK = "memory above the state", "device memory above the state"
-LOAD = "load to the device"
 SAVES_A_PROCESS = 3
 RATE_S = 3.0
 WHOLE, UPON = "whole save", "save upon a base"
@@ -224,17 +219,6 @@ def load_shared(rank: Rank, path: str) -> dict[str, Any]:
     return found | {"stored": sum(file.stat().st_size for file in files)}
 
 
-def load_to_device(run: Run, turn: Turn) -> Figures:
-    """Warm load into the tensors of a device, and what it takes of the device's memory."""
-    target = run.store.new(turn.client)
-    saved = turn.crew.save(turn.client, target)
-    loaded = turn.crew.load(turn.client, target)
-    turn.crew.check()
-    run.store.done(target)
-    grown = max(reply["device_bytes"] for timing in (saved, loaded) for reply in timing.ranks)
-    return {LOAD: loaded.seconds, DEVICE_PEAK: (grown, "bytes")}
-
-
 _alone = partial(Case, warmups=0, fresh=True)
 ASYNC = (
     _alone(
@@ -278,37 +262,5 @@ ASYNC = (
         workload="replicas",
         worlds=(4,),
         targets=[Target(READ, OURS, most=1.01), Target(FASTER, OURS, least=1.5)],
-    ),
-)
-GPU = (
-    _alone(
-        name="gpu-stall",
-        action=partial(saves, "stall"),
-        clients=(COPY, OURS, OVERLAP, DCP, DCP_PINNED),
-        targets=[
-            Target(STAGED, OURS, (COPY,), most=1 / 0.9),
-            Target(STALL, OVERLAP, most=0.03),
-            Target(DEVICE_PEAK, OURS, most=64 * MIB),
-        ],
-    ),
-    _alone(
-        name="gpu-train",
-        action=partial(saves, "train"),
-        clients=(PLAIN, OURS, OVERLAP, DCP, DCP_PINNED),
-        targets=[
-            Target(RATE, OURS, least=0.97),
-            Target(RATE, OVERLAP, least=0.97),
-            Target(LOST, OURS, (DCP, DCP_PINNED), most=1.0),
-        ],
-    ),
-    Case(
-        name="gpu-load",
-        action=load_to_device,
-        clients=(COPY, OURS, "dcp-default", SAFETENSORS),
-        targets=[
-            Target(LOAD, OURS, ("dcp-default", SAFETENSORS), most=1.0),
-            Target(LOAD, OURS, (COPY,), most=1.4),
-            Target(DEVICE_PEAK, OURS, most=64 * MIB),
-        ],
     ),
 )

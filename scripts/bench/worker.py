@@ -122,16 +122,16 @@ class Rank:
 
     def _timed(self, work: Callable[[], None]) -> dict[str, Any]:
         dist.barrier()
-        read, before, device = BytesRead(), reset_peak().rss_bytes, DeviceMemory()
+        read, before = BytesRead(), reset_peak().rss_bytes
         start = time.monotonic()
         work()
-        synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         end = time.monotonic()
         reply = {
             "start": start,
             "end": end,
             "resident_bytes": peak_rss_bytes() - before,
-            "device_bytes": device.grown_bytes(),
             "bytes_read": read.so_far(),
         }
         dist.barrier()
@@ -150,12 +150,6 @@ class DeviceMemory:
     def grown_bytes(self) -> int:
         """At the peak so far."""
         return torch.cuda.max_memory_allocated() - self._before if self._before else 0
-
-
-def synchronize() -> None:
-    """Wait for the device, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def place(path: str) -> Any:

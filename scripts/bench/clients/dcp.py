@@ -28,18 +28,17 @@ class Dcp:
     """FileSystemWriter with a number of threads; one syncfs at the end, not one fsync a file.
 
     In the background it saves in its thread form at its defaults, which sync every file. A stager
-    that is "reused" keeps its buffers; one that is "pinned" has all of DCP's options on.
+    that is reused keeps its buffers.
     """
 
     syncs = True
 
-    def __init__(self, *, threads: int = 1, stager: str | None = None) -> None:
+    def __init__(self, *, threads: int = 1, reused: bool = False) -> None:
         self._threads = threads
         self._mesh: DeviceMesh | None = None
-        self._stager: DefaultStager | None = None
-        if stager is not None:
-            on = stager == "pinned"
-            self._stager = DefaultStager(StagingOptions(on, False, on, on))
+        cuda = torch.cuda.is_available()  # then all of DCP's options are on
+        options = StagingOptions(cuda, False, cuda, cuda)
+        self._stager = DefaultStager(options) if reused else None
         self.settings = (
             f"FileSystemWriter(thread_count={threads}, sync_files=False), no checksum; "
             "sync: one syncfs after save"
