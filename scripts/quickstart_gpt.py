@@ -89,7 +89,7 @@ def all_reduce(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return value
 
 
-class _Spread(torch.autograd.Function):
+class Spread(torch.autograd.Function):
     """Into a tensor-parallel region: each rank uses the whole value, so their gradients add up."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Spread(torch.autograd.Function):
         return all_reduce(gradient.clone(), ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
     """Out of a tensor-parallel region: the ranks' parts add up, each gets the whole gradient."""
 
     @staticmethod
@@ -112,16 +112,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def spread(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    result: Tensor = _Spread.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def summed(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    result: Tensor = _Sum.apply(part, group)  # type: ignore[no-untyped-call]
-    return result
 
 
 @dataclass(frozen=True)
@@ -218,7 +208,7 @@ class GPT:
 
     def _attention(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
         tp = self.layout.tp_group
-        x = spread(self._norm(x, w["norm1.weight"], w["norm1.bias"]), tp)
+        x = Spread.apply(self._norm(x, w["norm1.weight"], w["norm1.bias"]), tp)
         heads, depth = self.config.heads // self.layout.tp, self.config.width // self.config.heads
         shape = (*x.shape[:2], heads, depth)
         q, k, v = (F.linear(x, m).view(shape) for m in w["attention.qkv"])
@@ -226,13 +216,13 @@ class GPT:
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
         )
         part = F.linear(out.transpose(1, 2).flatten(2), w["attention.out"])
-        return summed(part, tp) + w["attention.out_bias"]
+        return Sum.apply(part, tp) + w["attention.out_bias"]
 
     def _mlp(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
         tp = self.layout.tp_group
-        x = spread(self._norm(x, w["norm2.weight"], w["norm2.bias"]), tp)
+        x = Spread.apply(self._norm(x, w["norm2.weight"], w["norm2.bias"]), tp)
         part = F.linear(F.gelu(F.linear(x, w["mlp.up"], w["mlp.up_bias"])), w["mlp.down"])
-        return summed(part, tp) + w["mlp.down_bias"]
+        return Sum.apply(part, tp) + w["mlp.down_bias"]
 
 
 class ShardedAdam:
@@ -295,12 +285,7 @@ class Lane:
 
 
 def read_text(limit_bytes: int = 4 << 20) -> Tensor:
-    """Sources of this Python's standard library as uint8, folder by folder in order of names."""
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-    read: list[bytes] = []
-    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = sorted(set(folders) - skipped)
-        read += [Path(folder, f).read_bytes() for f in sorted(files) if f.endswith(".py")]
-        if sum(map(len, read)) >= limit_bytes:
-            break
-    return torch.frombuffer(bytearray(b"".join(read)[:limit_bytes]), dtype=torch.uint8)
+    """Sources of this Python's standard library as uint8, in order of names."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)[:limit_bytes]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -206,11 +206,10 @@ def main() -> int:
     print("\n" + "\n".join(lines))
     if options.keep:
         print(f"\nkept: {folder}")
-    elif options.dir is None:
-        shutil.rmtree(folder)
     else:
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(folder)
+        if options.dir is not None:
+            folder.mkdir()
     print(f"\nPASS in {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

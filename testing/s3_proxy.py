@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
-import signal
 import socket
 import struct
 import threading
@@ -95,22 +93,6 @@ class Rule:
         return is_taken
 
 
-@dataclass(kw_only=True)
-class Kills(Rule):
-    """Kills a process at a request, which never reaches the server.
-
-    Attributes:
-        pid: whom.
-    """
-
-    pid: int = 0
-
-    def takes(self, head: Head) -> bool:
-        if is_taken := super().takes(head):
-            os.kill(self.pid, signal.SIGKILL)
-        return is_taken
-
-
 @dataclass
 class Passed:
     """One request that came: what it was, what became of it, bytes of both bodies."""
@@ -121,8 +103,6 @@ class Passed:
     status: int | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
-    signed_content: str = ""
-    """What the signature covers of the content: its SHA-256, or the words that it does not."""
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     """Of the request, by names in lower case."""
 
@@ -203,10 +183,13 @@ class FaultProxy:
         self._at_once = 0
         self._free_at_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        serving = asyncio.start_server(
+            self._accept, "127.0.0.1", self._port, limit=4 * PIECE_BYTES, backlog=512
+        )
+        self._server = self._loop.run_until_complete(serving)
+        self._port = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        ready.wait()
 
     def stop(self) -> None:
         """Cut every connection and refuse new ones; ``start`` listens on the same port again."""
@@ -263,16 +246,10 @@ class FaultProxy:
 
     _port = 0
 
-    def _run(self, ready: threading.Event) -> None:
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        serving = asyncio.start_server(
-            self._accept, "127.0.0.1", self._port, limit=4 * PIECE_BYTES, backlog=512
-        )
-        server = self._loop.run_until_complete(serving)
-        self._port = server.sockets[0].getsockname()[1]
-        ready.set()
         self._loop.run_forever()
-        server.close()
+        self._server.close()
         for task in list(self._tasks):
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
@@ -322,7 +299,6 @@ class _Connection:
         while (head := await _read_head(self.reader)) is not None:
             head = _of_a_forward_proxy(head)
             passed = Passed(head.method, head.path)
-            passed.signed_content = "".join(head.fields("x-amz-content-sha256"))
             passed.headers = {name.lower(): value for name, value in head.headers}
             self.proxy.log.append(passed)
             self.proxy._at_once += 1

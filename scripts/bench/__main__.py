@@ -10,15 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from arguments import (
-    OneLineParser,
-    above_zero,
-    chosen_of,
-    count,
-    counts,
-    new_file,
-    writable_folder,
-)
+from arguments import OneLineParser, above_zero, chosen_of, count, counts, new_file, writable_folder
 
 from bench import page
 from bench.background import ASYNC
@@ -28,6 +20,7 @@ from bench.cli import CLI
 from bench.results import command_and_date
 from bench.runs import Case, Run
 from bench.scale import RANKS, SCALE
+from bench.targets import TARGETS
 from testing import machine
 from testing.machine import Disk
 
@@ -101,6 +94,7 @@ def _measure(options: argparse.Namespace) -> int:
                 run.case(case)
         if bucket:
             bucket.remove()
+    run.results.judge(TARGETS)
     print(page.text(run.results))
     if options.json:
         options.json.write_text(json.dumps(run.results.as_dict(), indent=1) + "\n")

@@ -76,7 +76,6 @@ CASES = {
     "dcp": "GPT of 2 GiB through DCP",
     "flattened": "2.4 GiB of flattened optimizer ranges",
     "small": "20,000 small arrays",
-    "memory": "",
     "s3-chunks": "64 tensors of 32 MiB",
     "s3-arrays": "2,000 arrays of 16 KiB",
     "s3-latency": "2,000 arrays of 16 KiB, 50 ms a request",
@@ -88,8 +87,6 @@ CASES = {
     "replicas": "Load of replicas that share 250 MB/s",
     "loads": "Load",
     "start": "Command line",
-    "verify": "",
-    "cli": "",
 }
 """What the title of a group says of its case; nothing where the measure says it all."""
 MINE, PEER, LIMIT, INK, FAINT = "#0f766e", "#94a3b8", "#dbe2ea", "#1f2937", "#64748b"
@@ -100,14 +97,12 @@ _SIZE = re.compile(r"(.+), ([\d,]+) (tensors|chunks)")
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "page", help="the page of figures from the JSON of several runs", description=__doc__
-    )
+    help = "the page of figures from the JSON of several runs"
+    parser: argparse.ArgumentParser = commands.add_parser("page", help=help, description=__doc__)
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "json", type=run_of_benchmark, nargs="*", metavar="FILE", help="what --json wrote"
-    )
-    parser.add_argument("--markdown", type=new_file, required=True, metavar="FILE", help="the page")
+    add, help = parser.add_argument, "what --json wrote"
+    add("json", type=run_of_benchmark, nargs="*", metavar="FILE", help=help)
+    add("--markdown", type=new_file, required=True, metavar="FILE", help="the page")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -118,10 +113,8 @@ def run(options: argparse.Namespace) -> int:
     for file in options.json:
         if file.parent.resolve() != folder.resolve():
             shutil.copy(file, folder)
-    runs = {
-        file.stem: Results.from_dict(json.loads(file.read_text()))
-        for file in sorted(folder.glob("*.json"))
-    }
+    files = sorted(folder.glob("*.json"))
+    runs = {file.stem: Results.from_dict(json.loads(file.read_text())) for file in files}
     before = page.read_text("utf-8") if page.exists() else ""
     notes, end, _ = before.partition(NOTES[0])[2].partition(NOTES[1])
     drawn = draw_all(runs, folder)
@@ -403,7 +396,7 @@ def _bars(
 
 def _title(case: str, world: int, measure: str) -> str:
     ranks = f"{world} ranks" if world != 1 else ""
-    about = ", ".join(filter(None, (CASES.get(case, case), ranks)))
+    about = ", ".join(filter(None, (CASES.get(case, ""), ranks)))
     title = f"{about}: {measure}".removeprefix(": ").replace(" s3", " S3")
     return title[0].upper() + title[1:]
 

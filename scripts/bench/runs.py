@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from bench.bucket import Bucket
 from bench.clients import MEGATRON
 from bench.crew import ClientError, Crew
-from bench.results import Results, Sample, Target
+from bench.results import Results, Sample
 from testing.machine import Disk
 
 Figures: TypeAlias = dict[str, Any]
@@ -28,7 +28,7 @@ Action: TypeAlias = Callable[["Run", "Turn"], Figures]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One thing that is measured of several clients.
 
@@ -41,7 +41,6 @@ class Case:
         warmups: rounds that do not count.
         rounds: how many at most; None: as many as the command line says.
         fresh: each client has processes of its own in every round.
-        targets: bounds on the figures.
         latency_ms: of every request to the object store.
     """
 
@@ -53,7 +52,6 @@ class Case:
     warmups: int = 1
     rounds: int | None = None
     fresh: bool = False
-    targets: Sequence[Target] = ()
     latency_ms: int = 0
 
 
@@ -104,7 +102,6 @@ class Run:
             for world in case.worlds or self.options.ranks:
                 self._rounds(case, world)
         self.store.clear()
-        self.results.judge(case.name, case.targets)
 
     def _rounds(self, case: Case, world: int) -> None:
         """Every client in every round.

@@ -28,10 +28,7 @@ from bench.workload import build, entries_of
 from testing.memory import BytesRead, peak_rss_bytes, reset_peak
 
 _LIBC = ctypes.CDLL(None)
-_PACKAGES = (
-    *("shardstore", "torch", "numpy", "zarr", "tensorstore", "safetensors"),
-    *("megatron-core", "crc32c"),
-)
+_PACKAGES = ("shardstore", "torch", "numpy", "zarr", "tensorstore", "safetensors", "megatron-core")
 
 
 class Rank:
@@ -122,7 +119,7 @@ class Rank:
 
     def _timed(self, work: Callable[[], None]) -> dict[str, Any]:
         dist.barrier()
-        read, before = BytesRead(), reset_peak().rss_bytes
+        read, before = BytesRead(), reset_peak()
         start = time.monotonic()
         work()
         if torch.cuda.is_available():
@@ -136,20 +133,6 @@ class Rank:
         }
         dist.barrier()
         return reply
-
-
-class DeviceMemory:
-    """Growth of this process's device memory from here on; 0 without a device."""
-
-    def __init__(self) -> None:
-        self._before = 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-
-    def grown_bytes(self) -> int:
-        """At the peak so far."""
-        return torch.cuda.max_memory_allocated() - self._before if self._before else 0
 
 
 def place(path: str) -> Any:

@@ -20,6 +20,7 @@ from bench.clients.base import Share, sync_once
 from shardstore import hf
 from shardstore.dcp import StorageReader, StorageWriter
 
+warnings.simplefilter("ignore")  # of DCP, about its own parts
 State = dict[str, torch.Tensor]
 S3_OPTIONS: dict[str, Any] = {"config_kwargs": {"s3": {"addressing_style": "path"}}}
 
@@ -31,6 +32,10 @@ class Dcp:
     that is reused keeps its buffers.
     """
 
+    words = (
+        "FileSystemWriter(thread_count={threads}, sync_files=False), no checksum; "
+        "sync: one syncfs after save"
+    )
     syncs = True
 
     def __init__(self, *, threads: int = 1, reused: bool = False) -> None:
@@ -39,10 +44,7 @@ class Dcp:
         cuda = torch.cuda.is_available()  # then all of DCP's options are on
         options = StagingOptions(cuda, False, cuda, cuda)
         self._stager = DefaultStager(options) if reused else None
-        self.settings = (
-            f"FileSystemWriter(thread_count={threads}, sync_files=False), no checksum; "
-            "sync: one syncfs after save"
-        )
+        self.settings = self.words.format(threads=threads)
 
     def prepare(self, share: Share) -> State:
         """DTensors over the share's tensors; plain tensors in a world of one."""
@@ -61,24 +63,18 @@ class Dcp:
 
     def save(self, prepared: State, path: Path, sync: bool) -> None:
         """`torch.distributed.checkpoint.save`, planning included."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(dict(prepared), storage_writer=self._writer(path, sync))
+        save(dict(prepared), storage_writer=self._writer(path, sync))
         if sync and self.syncs:
             sync_once(path)
 
     def load(self, prepared: State, path: Path) -> None:
         """`torch.distributed.checkpoint.load`, which reads into the given tensors."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(dict(prepared), storage_reader=self._reader(path))
+        load(dict(prepared), storage_reader=self._reader(path))
 
     def start(self, prepared: State, path: Path) -> _Staged:
         """`torch.distributed.checkpoint.async_save`."""
         writer = FileSystemWriter(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            saving = async_save(dict(prepared), storage_writer=writer, async_stager=self._stager)
+        saving = async_save(dict(prepared), storage_writer=writer, async_stager=self._stager)
         return _Staged(saving)
 
     def _writer(self, path: Path, sync: bool) -> Any:
@@ -105,14 +101,13 @@ class _Staged:
 class DcpOverShardstore(Dcp):
     """The same program with one line changed: our storage under DCP."""
 
+    words = "StorageWriter, checksums written and verified; sync: durable=True"
     syncs = False
 
     def __init__(self, *, array_documents: bool = True) -> None:
         super().__init__()
         self._array_documents = array_documents
-        self.settings = "StorageWriter, checksums written and verified; sync: durable=True" + (
-            "" if array_documents else "; array_documents=False"
-        )
+        self.settings += "" if array_documents else "; array_documents=False"
 
     def _writer(self, path: Path, sync: bool) -> Any:
         return StorageWriter(path, durable=sync, array_documents=self._array_documents)
@@ -124,11 +119,8 @@ class DcpOverShardstore(Dcp):
 class DcpS3(Dcp):
     """FsspecWriter over s3fs, credentials from the environment."""
 
+    words = "FsspecWriter(thread_count={threads}) over s3fs, no checksum"
     syncs = False
-
-    def __init__(self, *, threads: int) -> None:
-        super().__init__(threads=threads)
-        self.settings = f"FsspecWriter(thread_count={threads}) over s3fs, no checksum"
 
     def _writer(self, path: Path, sync: bool) -> Any:
         return over_fsspec.FsspecWriter(path, thread_count=self._threads, **S3_OPTIONS)
@@ -140,9 +132,7 @@ class DcpS3(Dcp):
 class DcpHf(Dcp):
     """DCP's files of Hugging Face's format, put together by one rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = "HuggingFaceStorageWriter, consolidated; sync: one syncfs after save"
+    words = "HuggingFaceStorageWriter, consolidated; sync: one syncfs after save"
 
     def _writer(self, path: Path, sync: bool) -> Any:
         return HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
@@ -154,9 +144,7 @@ class DcpHf(Dcp):
 class Hf(Dcp):
     """The same files by `shardstore.hf`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = "shardstore.hf.save and load; sync: durable=True"
+    words = "shardstore.hf.save and load; sync: durable=True"
 
     def save(self, prepared: State, path: Path, sync: bool) -> None:
         """`shardstore.hf.save`."""
