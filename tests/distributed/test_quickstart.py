@@ -101,7 +101,7 @@ def test_the_same_job_over_s3(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plain_zarr_view_tells_what_is_not_as_saved(folder: Path) -> None:
+def test_the_view_by_plain_zarr_names_what_differs(folder: Path) -> None:
     key = _spoil_record(folder)
     seen = _run(SCRIPTS / "quickstart_view.py", folder / "checkpoint", folder / "train.json")
     assert seen.returncode == 1

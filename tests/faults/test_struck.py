@@ -34,7 +34,9 @@ needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="no str
 
 @needs_strace
 @pytest.mark.parametrize(("kind", "operation", "point", "at"), FAULTS)
-def test_nothing_is_lost(tmp_path: Path, kind: str, operation: str, point: str, at: int) -> None:
+def test_nothing_is_lost_by_a_fault_at_a_fixed_point(
+    tmp_path: Path, kind: str, operation: str, point: str, at: int
+) -> None:
     # In a process without threads: the strikes fork it.
     fault = json.dumps([kind, operation, point, at, str(tmp_path)])
     done = subprocess.run(
