@@ -119,8 +119,9 @@ class Files:
         self._kept_bytes += len(data)
 
     def flush_beside(self, work: Callable[[], None]) -> None:
-        """Write the collected files while ``work`` writes chunks; in a folder afterwards, because
-        threads that create small files hold each other up. Raises the errors of :meth:`put`."""
+        """Write the collected files while ``work`` writes chunks. In a folder, write them after
+        the chunks, because threads that create small files at the same time slow each other down.
+        Raises the errors of :meth:`put`."""
         if self._kept and not self._attempt.location.is_local:
             run_together(self.flush, work)
         else:
