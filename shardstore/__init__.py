@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardstore.storage.commit.checkpoints import delete_checkpoint as delete_checkpoint
     from shardstore.storage.commit.checkpoints import latest as latest
     from shardstore.storage.commit.checkpoints import sweep as sweep
+    from shardstore.storage.options import SaveOptions as SaveOptions
     from shardstore.validation import StrictHandling as StrictHandling
 
 _WHERE = {
@@ -45,6 +46,7 @@ _WHERE = {
         "serialization": "load load_common_state_dict load_content_metadata load_plain_tensors "
         "load_sharded_metadata load_tensors_metadata remove_sharded_tensors save",
         "storage.commit.checkpoints": "delete_checkpoint latest sweep",
+        "storage.options": "SaveOptions",
         "validation": "StrictHandling",
     }.items()
     for name in names.split()

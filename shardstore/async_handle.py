@@ -26,10 +26,10 @@ from typing import Any, Literal, Protocol, Unpack
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.saving.run import SaveRequest, run_save
+from shardstore.saving.run import run_save
 from shardstore.saving.staging import Staging
-from shardstore.serialization import save_strategies
-from shardstore.storage.options import SaveKeywords, options_of
+from shardstore.serialization import save_request
+from shardstore.storage.options import SaveKeywords, SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest, in_background, staged
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -59,8 +59,9 @@ def async_save(
     when_busy: Literal["wait", "refuse"] = "wait",
     at_exit: Literal["wait", "abort"] = "wait",
     process_group: Any = None,
+    options: SaveOptions | None = None,
     _error: BaseException | None = None,
-    **options: Unpack[SaveKeywords],
+    **keywords: Unpack[SaveKeywords],
 ) -> AsyncSave:
     """Save a sharded state dict while training continues.
 
@@ -85,9 +86,10 @@ def async_save(
             that nothing is committed.
         process_group: the ranks that save together, as for :func:`shardstore.save`. A rank has one
             save in progress, of whichever group.
-        **options: how the checkpoint is written, as for :func:`shardstore.save`. ``progress`` is
+        options: how the checkpoint is written, as for :func:`shardstore.save`. ``progress`` is
             called from the thread.
         _error: an earlier error of this rank; every rank raises it.
+        **keywords: single options, as for :func:`shardstore.save`.
 
     Returns:
         The handle of the save on this rank.
@@ -100,18 +102,20 @@ def async_save(
             copy: the target exists, or the input is wrong on some rank.
     """
     global _latest
-    request = SaveRequest(
+    validate = validate_access_integrity
+    further = {} if validate_access_integrity is True else {"validate_access_integrity": validate}
+    if overlap_staging is not False:
+        further["overlap_staging"] = overlap_staging
+    request = save_request(
+        "async_save",
+        sharded_strategy,
+        common_strategy,
+        options,
+        keywords,
+        further,
         state=sharded_state_dict,
         checkpoint_dir=checkpoint_dir,
         ranks=Ranks.of(process_group),
-        options=partial(
-            options_of,
-            "async_save",
-            options,
-            validate_access_integrity=validate_access_integrity,
-            overlap_staging=overlap_staging,
-        ),
-        strategies=partial(save_strategies, sharded_strategy, common_strategy),
         background=RANKS_PURPOSE,
         preprocess=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
@@ -139,7 +143,7 @@ class Running(Protocol):
 
 
 class Exporting(Running, Protocol):
-    """A save of another format, of which this rank has copied its part."""
+    """A save of another format, after this rank has copied its part of the state."""
 
     def write(self) -> None:
         """Write this rank's part."""

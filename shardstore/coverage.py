@@ -12,13 +12,12 @@ boxes, and takes nearly linear time in the number of boxes for the cuts of real 
 from __future__ import annotations
 
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -95,7 +94,7 @@ def not_alone(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     return found
 
 
-def merge_layouts(reports: Sequence[bytes], ranks: Sequence[int]) -> Layouts:
+def merge_layouts(reports: Sequence[Report], ranks: Sequence[int]) -> Layouts:
     """Merge the reports of all ranks.
 
     Args:
@@ -108,7 +107,7 @@ def merge_layouts(reports: Sequence[bytes], ranks: Sequence[int]) -> Layouts:
             different global shapes; the text names key, shard, range and ranks.
     """
     layouts = Layouts()
-    for key, held in _by_key(_parsed(reports), ranks).items():
+    for key, held in shards_of(reports, ranks).items():
         _check_same(held, {"global_shape": AccessPatternError})  # the commit checks the rest
         tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
         irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
@@ -168,12 +167,27 @@ _Held = list[tuple[int, ShardedTensor | ShardedObject]]
 """Shards of one key, each with the rank that holds it."""
 
 
-def report_shards(shards: Iterable[Any]) -> bytes:
-    """Return a report of a rank's shards. Other values are left out.
+class RankShards(NamedTuple):
+    """The shards of one rank. Many have the same cut, and pickling the shards themselves takes much
+    longer.
 
-    Many shards have the same cut. So a report contains the distinct cuts, and the key and the
-    number of the cut of each shard. This is much faster than pickling the shards themselves.
+    Attributes:
+        keys: the key of each shard.
+        numbers: the number of its cut.
+        cuts: the distinct cuts.
     """
+
+    keys: tuple[str, ...]
+    numbers: tuple[int, ...]
+    cuts: list[tuple[Any, ...]]
+
+
+Report: TypeAlias = list[RankShards]
+"""The shards of one rank, or of several in order."""
+
+
+def report_shards(shards: Iterable[Any]) -> Report:
+    """Return a report of a rank's shards. Other values are left out."""
     keys: list[str] = []
     numbers: list[int] = []
     cuts: dict[tuple[Any, ...], int] = {}
@@ -189,36 +203,31 @@ def report_shards(shards: Iterable[Any]) -> bytes:
             values = [tuple(value) if type(value) is list else value for value in values]
         keys.append(item.key)
         numbers.append(cuts.setdefault(tuple(values), len(cuts)))
-    return pickle.dumps([(tuple(keys), tuple(numbers), list(cuts))])
+    return [RankShards(tuple(keys), tuple(numbers), list(cuts))]
 
 
-def join_reports(reports: Iterable[bytes]) -> bytes:
-    """Join the reports of several ranks into one, with equal parts stored once."""
+def join_reports(reports: Iterable[Report]) -> Report:
+    """Join the reports of several ranks into one, which has equal parts once."""
     known: dict[Any, Any] = {}
-    return pickle.dumps(
-        [
-            (known.setdefault(keys, keys), known.setdefault(numbers, numbers), cuts)
-            for keys, numbers, cuts in _parsed(reports)
-        ]
-    )
+    return [
+        RankShards(known.setdefault(keys, keys), known.setdefault(numbers, numbers), cuts)
+        for report in reports
+        for keys, numbers, cuts in report
+    ]
 
 
-def _parsed(reports: Iterable[bytes]) -> list[Any]:
-    """Return the report of each rank; some of ``reports`` may be joined."""
-    return [one for report in reports for one in pickle.loads(report)]
-
-
-def keys_of(reports: Iterable[bytes]) -> set[str]:
+def keys_of(reports: Iterable[Report]) -> set[str]:
     """Return the keys of all shards of some reports."""
-    return {key for keys, *_ in _parsed(reports) for key in keys}
+    return {key for report in reports for keys, *_ in report for key in keys}
 
 
-def _by_key(
-    parsed: Iterable[Any], ranks: Sequence[int], only: Container[str] | None = None
+def shards_of(
+    reports: Iterable[Report], ranks: Sequence[int], only: Container[str] | None = None
 ) -> dict[str, _Held]:
-    """Return the shards of reports, without data, by key; ``only`` of some keys if it is given."""
+    """Return the shards of reports, without data, by key, each with the rank that holds it. If
+    ``only`` is given, leave out other keys."""
     found: dict[str, _Held] = defaultdict(list)
-    for rank, (keys, numbers, cuts) in zip(ranks, parsed, strict=True):
+    for rank, (keys, numbers, cuts) in zip(ranks, chain.from_iterable(reports), strict=True):
         for key, number in zip(keys, numbers, strict=True):
             if only is not None and key not in only:
                 continue
@@ -231,12 +240,25 @@ def _by_key(
     return found
 
 
-def shards_of(reports: Sequence[bytes], ranks: Sequence[int]) -> dict[str, _Held]:
-    """Return the shards of reports, without data, by key, each with the rank that holds it."""
-    return _by_key(_parsed(reports), ranks)
+def are_whole(shards: Iterable[ShardedTensor | ShardedObject]) -> bool:
+    """Return whether shards are whole tensors and objects, each once, so that one rank covers all
+    of them alone."""
+    keys = set()
+    for shard in shards:
+        shape: tuple[int, ...] = (1,)
+        if isinstance(shard, ShardedTensor):
+            shape = shard.local_shape
+            if shard.flattened_range is not None or shard.prepend_axis_num:
+                return False
+        if shard.key in keys or tuple(shard.global_shape) != tuple(shape):
+            return False
+        if any(shard.global_offset) or not is_main_replica(shard.replica_id):
+            return False
+        keys.add(shard.key)
+    return True
 
 
-def check_reports(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
+def check_reports(reports: Sequence[Report], ranks: Sequence[int]) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 
     Any rank may call it; it waits for no rank. Time is nearly linear in the number of shards;
@@ -256,17 +278,16 @@ def check_reports(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
         _check_cover(held)
 
 
-def _samples(reports: Sequence[bytes], ranks: Sequence[int]) -> Iterable[_Held]:
+def _samples(reports: Sequence[Report], ranks: Sequence[int]) -> Iterable[_Held]:
     """Return the shards of one of the keys that have the same cuts in the same order of ranks."""
-    parsed = _parsed(reports)
     known: dict[tuple[Any, ...], int] = {}
     cuts_of: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
-    for keys, numbers, cuts in parsed:
+    for keys, numbers, cuts in chain.from_iterable(reports):
         renumbered = [known.setdefault(cut, len(known)) for cut in cuts]
         for key, number in zip(keys, numbers, strict=True):
             cuts_of[key].append(renumbered[number])
     samples = {tuple(cuts): key for key, cuts in reversed(cuts_of.items())}
-    return _by_key(parsed, ranks, set(samples.values())).values()
+    return shards_of(reports, ranks, set(samples.values())).values()
 
 
 def _check_cover(held: _Held) -> None:
@@ -351,7 +372,7 @@ def digest_of(shards: Iterable[Any]) -> bytes:
     return xxhash.xxh3_128_digest("".join(sorted(said)).encode())
 
 
-def check_same(reports: Sequence[bytes], ranks: Sequence[int]) -> None:
+def check_same(reports: Sequence[Report], ranks: Sequence[int]) -> None:
     """Check that ranks describe each tensor and object alike.
 
     Args:

@@ -169,8 +169,11 @@ def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
     """Yield every value of nested dicts and lists, in order."""
-    for _, _, value in nested_items_iter(x):
-        yield value
+    for value in list(x.values()) if isinstance(x, dict) else x:
+        if isinstance(value, _NESTED):
+            yield from nested_values(value)
+        else:
+            yield value
 
 
 def nested_items_iter(

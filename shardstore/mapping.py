@@ -171,14 +171,15 @@ class ShardedTensor(ShardedBase):
                     errors.ShapeMismatchError,
                 )
         if (data := self.data) is not None:
-            _require_tensor(self.key, data)
+            if not isinstance(data, torch.Tensor) or data.is_nested:
+                raise _not_dense(self.key, data)
             if data.dtype != self.dtype:
                 raise self._wrong(
                     f"the data has dtype {data.dtype}, but dtype is {self.dtype}; convert the data "
                     "or correct dtype",
                     errors.DTypeMismatchError,
                 )
-            if data.shape != (expected := data_shape(self)):
+            if data.shape != (expected := self.local_shape if flat is None else data_shape(self)):
                 what = "local_shape" if flat is None else "the 1-D flattened shape"
                 raise self._wrong(
                     f"the data has shape {tuple(data.shape)}, {data.numel()} elements, but {what} "
@@ -294,7 +295,8 @@ class ShardedTensor(ShardedBase):
         **more: Any,
     ) -> ShardedTensor:
         """Return a shard at rank offsets. ``None``: the local shape is that of the data."""
-        _require_tensor(key, data)
+        if not isinstance(data, torch.Tensor) or data.is_nested:
+            raise _not_dense(key, data)
         shape = ints(data.shape if local_shape is None else local_shape)
         sizes = (1,) * prepend_axis_num + shape
         cuts: dict[int, tuple[int, int]] = {}
@@ -527,14 +529,13 @@ def ints(values: Sequence[int]) -> tuple[int, ...]:
         ) from None
 
 
-def _require_tensor(key: str, data: object) -> None:
-    if not isinstance(data, torch.Tensor) or data.is_nested:
-        kind = "nested tensor" if isinstance(data, torch.Tensor) else type(data).__name__
-        raise errors.DTypeMismatchError(
-            f"the data of key {key!r} is a {kind}, not a dense tensor; convert it with "
-            "torch.as_tensor or torch.from_numpy, or save it as a common value",
-            key=key,
-        )
+def _not_dense(key: str, data: object) -> CheckpointingException:
+    kind = "nested tensor" if isinstance(data, torch.Tensor) else type(data).__name__
+    return errors.DTypeMismatchError(
+        f"the data of key {key!r} is a {kind}, not a dense tensor; convert it with "
+        "torch.as_tensor or torch.from_numpy, or save it as a common value",
+        key=key,
+    )
 
 
 _NUMBERS = r"((?:-?\d+(?:\.-?\d+)*)?)"

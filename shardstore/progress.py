@@ -162,7 +162,7 @@ def metered(operation: Operation, url: str, progress: ProgressArgument) -> Itera
     Raises:
         ArgumentError: ``progress`` is another value.
     """
-    meter = Meter(operation, url, callback_of(progress))
+    meter = Meter(operation, url, None if progress is None else callback_of(progress))
     phase: Phase = "failed"
     try:
         yield meter

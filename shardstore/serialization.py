@@ -8,7 +8,7 @@ in :mod:`shardstore.saving.run`, those of a load in :mod:`shardstore.loading.run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, cast
 
@@ -19,13 +19,14 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import CONTENT_METADATA_KEY, find_strategies, opened
 from shardstore.loading.plan import part_of
-from shardstore.loading.run import LoadCall, run_load
+from shardstore.loading.run import LoadRequest, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import SaveRequest, run_save
+from shardstore.saving.session import Strategies
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import INTEGRITY_NAME
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, options_of
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, SaveOptions, options_of
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -71,7 +72,8 @@ def save(
     verify_integrity: bool = False,
     *,
     process_group: Any = None,
-    **options: Unpack[SaveKeywords],
+    options: SaveOptions | None = None,
+    **keywords: Unpack[SaveKeywords],
 ) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint, completely or not at all.
 
@@ -107,11 +109,11 @@ def save(
         process_group: the ranks that save together; default: all. Only these ranks call this
             function, and together they hold the state. Its first rank counts as rank 0. Groups
             without a common rank may save to different places at the same time.
-        **options: how the checkpoint is written, see
-            :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
+        options: how the checkpoint is written; default: ``SaveOptions()``.
+        **keywords: single options, in place of those in ``options``: ``overwrite``, ``durable``,
             ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
             ``verify_base``, ``compression``, ``array_documents``, ``replica_group``, ``replicas``,
-            ``progress``.
+            ``progress``. :class:`~shardstore.storage.options.SaveOptions` describes them.
 
     Returns:
         ``None``. With ``async_sharded_save``, the request: the caller may change the state at once,
@@ -129,19 +131,24 @@ def save(
         StorageError: the store failed (full, read-only, unreachable).
         RanksError: another rank failed, or did not answer in time.
     """
-    ranks = Ranks.of(process_group)
-    validate = validate_access_integrity
-    request = SaveRequest(
+    ranks, error, validate = Ranks.of(process_group), None, validate_access_integrity
+    if async_sharded_save is not False or async_strategy is not None:
+        error = _async_error(async_strategy, async_sharded_save, ranks)
+    request = save_request(
+        "save",
+        sharded_strategy,
+        common_strategy,
+        options,
+        keywords,
+        {} if validate_access_integrity is True else {"validate_access_integrity": validate},
         state=sharded_state_dict,
         checkpoint_dir=checkpoint_dir,
         ranks=ranks,
-        options=partial(options_of, "save", options, validate_access_integrity=validate),
-        strategies=partial(save_strategies, sharded_strategy, common_strategy),
         background="" if async_sharded_save else None,
         preprocess=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         verify_integrity=verify_integrity,
-        error=_async_error(async_strategy, async_sharded_save, ranks),
+        error=error,
     )
     return run_save(request).request
 
@@ -159,18 +166,49 @@ def _async_error(strategy: object, is_async: object, ranks: Ranks) -> ArgumentEr
     return None
 
 
-def save_strategies(
+def save_request(
+    caller: str,
     sharded: SaveShardedStrategy | tuple[str, int] | None,
     common: SaveCommonStrategy | tuple[str, int] | None,
-) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
-    """Return the strategies for the arguments of :func:`save`."""
-    # Looked up at call time, because programs replace these functions to change the defaults.
-    sharded = get_default_save_sharded_strategy() if sharded is None else sharded
-    common = get_default_save_common_strategy() if common is None else common
-    return (
-        strategy_of(SaveShardedStrategy, sharded, StrategyAction.SAVE_SHARDED),
-        strategy_of(SaveCommonStrategy, common, StrategyAction.SAVE_COMMON),
-    )
+    given: SaveOptions | None,
+    keywords: Mapping[str, Any],
+    further: Mapping[str, Any],
+    *,
+    error: BaseException | None,
+    **arguments: Any,
+) -> SaveRequest:
+    """Return the request of a save. An error in the arguments becomes its ``error``, which every
+    rank raises.
+
+    Args:
+        caller: name of the called function, for error texts.
+        sharded: how tensors are stored, see :func:`save`.
+        common: how the other values are stored, see :func:`save`.
+        given: the options; ``None``: the defaults.
+        keywords: the caller's keywords, in place of those in ``given``.
+        further: options in place of those in ``given`` that are not keywords.
+        error: an error that was found before.
+        **arguments: other fields of the request.
+    """
+    options, strategies = SaveOptions(), None
+    try:
+        if given is not None or keywords or further:
+            options = options_of(caller, keywords, options=given, **further)
+        # Looked up at call time, because programs replace these functions to change the defaults.
+        if sharded is None:
+            sharded = get_default_save_sharded_strategy()
+        if common is None:
+            common = get_default_save_common_strategy()
+        if not isinstance(sharded, SaveShardedStrategy):
+            sharded = strategy_of(SaveShardedStrategy, sharded, StrategyAction.SAVE_SHARDED)
+        if not isinstance(common, SaveCommonStrategy):
+            common = strategy_of(SaveCommonStrategy, common, StrategyAction.SAVE_COMMON)
+        strategies = Strategies(
+            cast(SaveShardedStrategy, sharded), cast(SaveCommonStrategy, common)
+        )
+    except Exception as problem:
+        error = error or problem
+    return SaveRequest(options=options, strategies=strategies, error=error, **arguments)
 
 
 @_common_strategy_may_lack
@@ -245,9 +283,25 @@ def load(
             or only some ranks of a group want to share their reading.
         RanksError: another rank failed, or did not answer in time.
     """
-    # Its fields are the parameters of this function. The function for metadata is looked up at call
-    # time, because programs replace it.
-    return run_load(LoadCall(**locals(), stored_metadata=load_sharded_metadata))
+    request = LoadRequest(
+        sharded_state_dict=sharded_state_dict,
+        checkpoint_dir=checkpoint_dir,
+        sharded_strategy=sharded_strategy,
+        common_strategy=common_strategy,
+        validate_access_integrity=validate_access_integrity,
+        strict=strict,
+        verify_integrity=verify_integrity,
+        process_group=process_group,
+        storage_options=storage_options,
+        map_location=map_location,
+        replica_group=replica_group,
+        share_replicas=share_replicas,
+        exchange_budget_bytes=exchange_budget_bytes,
+        cast=cast,
+        progress=progress,
+        stored_metadata=load_sharded_metadata,  # looked up now, because programs replace it
+    )
+    return run_load(request)
 
 
 def load_plain_tensors(

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from shardstore.coverage import is_empty_range
 from shardstore.dict_utils import (
+    MOST_DEEP,
     Path,
     Position,
     dict_list_map_inplace,
@@ -116,7 +117,8 @@ def check_state(state_dict: object) -> None:
     """
     require_dict(state_dict)
     for path, value in leaves(state_dict):
-        _require_value(value, path)
+        if hasattr(value, "state_dict"):
+            _require_value(value, path)
 
 
 def require_dict(state_dict: object) -> None:
@@ -129,7 +131,8 @@ def require_dict(state_dict: object) -> None:
 
 
 def _require_value(value: object, path: Path) -> None:
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+    """Refuse an object that has a state dict."""
+    if hasattr(value, "load_state_dict"):
         name = dotted(path)
         raise StructureError(
             f"the value at {name!r} is a {type(value).__name__}, an object that has a state dict: "
@@ -149,7 +152,7 @@ class StateSplit:
     Args:
         state: the state dict. A save replaces its factories in place by what they build.
         loading: whether it is loaded, not saved.
-        adopt: returns the tensor or object that takes the place of one in the state.
+        adopt: returns what takes the place of a shard of a class of its own, as DTensors have.
         keys: leave out tensors and objects with other keys, and what builds only such.
 
     Attributes:
@@ -176,7 +179,8 @@ class StateSplit:
         adopt: Callable[[Any], Any] = lambda shard: shard,
         keys: Container[str] | None = None,
     ) -> None:
-        require_dict(state)
+        if not isinstance(state, dict):
+            require_dict(state)  # raises the error
         self._loading, self._adopt, self._keys = loading, adopt, keys
         self.found: list[ShardedTensor | ShardedObject] = []
         self.shards: list[tuple[Path, ShardedTensor | ShardedObject]] = []
@@ -192,7 +196,8 @@ class StateSplit:
         """Return the kinds of the values in ``x``, and its parts by kind."""
         if not isinstance(x, dict | list):
             return self._leaf(x, path, built=built)
-        require_shallow(path)
+        if len(path) >= MOST_DEEP:
+            require_shallow(path)
         if not x:
             self.empty += [] if built else [path]
             nothing: Any = empty_like(x) if isinstance(x, dict) else []
@@ -248,8 +253,11 @@ class StateSplit:
                 key=name,
             )
         if isinstance(value, ShardedTensor | ShardedObject):
-            self.found.append(value := self._adopt(value))
-            is_empty = isinstance(value, ShardedTensor) and is_empty_range(value)
+            if type(value) not in (ShardedTensor, ShardedObject):
+                value = self._adopt(value)
+            self.found.append(value)
+            is_flat = isinstance(value, ShardedTensor) and value.flattened_range is not None
+            is_empty = is_flat and is_empty_range(value)
             is_somewhere = not is_empty or 0 not in value.global_shape
             kept = (built or is_somewhere) if self._loading else not is_empty
             if kept := kept and (self._keys is None or value.key in self._keys):
@@ -258,7 +266,8 @@ class StateSplit:
             return {kind}, {_SHARDED: value} if kept else {}
         inside = leaves(value, path) if isinstance(value, tuple) else [(path, value)]
         for where, one in inside:
-            _require_value(one, where)
+            if hasattr(one, "state_dict"):
+                _require_value(one, where)
             self.others.append(one)
         if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
             name = dotted(path)

@@ -156,11 +156,11 @@ def validate_integrity_and_strict_load(
 def compare_keys(
     sharded_state_dict: ShardedStateDict, strict: StrictHandling, asked: set[str], stored: set[str]
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Do what :func:`validate_integrity_and_strict_load` does about keys.
+    """Compare the keys of a state dict with those of the checkpoint, and handle differences.
 
     Args:
-        sharded_state_dict: see there.
-        strict: see there.
+        sharded_state_dict: the state dict of this rank.
+        strict: how to handle keys that do not match.
         asked: keys in the state dicts of all ranks, if the mode needs them.
         stored: keys in the checkpoint.
     """
@@ -343,11 +343,13 @@ def verify_checkpoint_and_load_strategy(
         (base.LoadShardedStrategy, base.StrategyAction.LOAD_SHARDED, sharded_strategy, sharded),
         (base.LoadCommonStrategy, base.StrategyAction.LOAD_COMMON, common_strategy, common),
     ):
-        given = (backend, version) if given is None else given
         try:
+            if given is None:
+                found.append(base.get_default_strategy(action, backend, version))
+                continue
             found.append(strategy_of(kind, given, action))
         except errors.CheckpointingException as error:
-            if not isinstance(given, tuple):
+            if not isinstance(given, tuple | None):
                 raise
             text = f"the checkpoint {url} cannot be loaded: {error}"
             raise errors.FormatVersionError(text, url=url) from error

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from shardstore import errors
 from shardstore.core import DCP_BACKEND
-from shardstore.coverage import check_reports, report_shards
+from shardstore.coverage import Report, check_reports, report_shards
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
@@ -224,7 +224,7 @@ class _FilesSave:
                 "PyTorch DCP refuses the joint plan of the ranks: "
                 f"{type(problem).__name__}: {problem}"
             ) from problem
-        told: list[_Told] = [plan.planner_data for plan in asked]
+        told: list[_RankReport] = [plan.planner_data for plan in asked]
         for rank, one in zip(self._ranks.members, told, strict=True):
             if lost := set(one.copies) - set(self._metadata.state_dict_metadata):
                 raise without_main_replica(sorted(lost), rank)
@@ -360,7 +360,7 @@ class _Planner(DefaultSavePlanner):
 
 
 @dataclass
-class _Told:
+class _RankReport:
     """A rank's report to the coordinator, in addition to its items.
 
     Attributes:
@@ -371,12 +371,12 @@ class _Told:
 
     shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     copies: list[str] = field(default_factory=list)
-    report: bytes = report_shards(())
+    report: Report = field(default_factory=lambda: report_shards(()))
 
 
-def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, Any], _Told]:
+def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, Any], _RankReport]:
     """Return this rank's tensors and objects by flat key, for DCP's planner."""
-    told = _Told()
+    told = _RankReport()
     shards: dict[str, list[torch.Tensor]] = {}
     state: dict[str, Any] = {}
     for value in nested_values(state_dict):

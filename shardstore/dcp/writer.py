@@ -27,7 +27,14 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardstore.coverage import Layouts, as_flat_range, merge_layouts, not_alone, report_shards
+from shardstore.coverage import (
+    Layouts,
+    as_flat_range,
+    is_first,
+    merge_layouts,
+    not_alone,
+    report_shards,
+)
 from shardstore.dcp.reader import Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
@@ -342,8 +349,9 @@ class StorageWriter(Placed, DcpStorageWriter):
         # The largest chunks first, so that no large chunk is sent alone at the end. The sort is
         # stable, so chunks of one array keep their order.
         planned.writes.sort(key=lambda write: -write.array.chunk_bytes)
+        arrays = zip(planned.arrays, map(is_first, planned.tensors), strict=True)
         files.flush_beside(
-            lambda: write_chunks(attempt, self.options, manifest, planned.arrays, planned.writes)
+            lambda: write_chunks(attempt, self.options, manifest, arrays, planned.writes)
         )
         manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
         report.manifest = manifest.to_bytes()

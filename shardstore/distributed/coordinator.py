@@ -24,14 +24,15 @@ import logging
 import math
 import os
 import pickle
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -101,28 +102,52 @@ def _height(rank: int, world_size: int) -> int:
 
 
 @dataclass
-class _Told:
+class _Gathered:
     """The reports and failures of a rank and of the ranks that report to it."""
 
     reports: list[bytes] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     broken: bool = False
 
-    def add(self, other: _Told) -> None:
+    def add(self, other: _Gathered) -> None:
         self.reports += other.reports
         self.failures |= other.failures
         self.broken |= other.broken
 
     def to_bytes(self, merge: Merge | None) -> bytes:
-        """Return the message for the next rank. After a failure it has no reports."""
-        reports: list[bytes] = []
-        if not self.failures:
-            known: dict[bytes, bytes] = {}  # pickle sends equal reports, as one object, once
-            reports = [known.setdefault(report, report) for report in self.reports]
-            if merge is not None and len(reports) > 1:
-                with suppress(Exception):  # the coordinator gets the same error and raises it
-                    reports = [merge(reports)]
-        return pickle.dumps(replace(self, reports=reports))
+        """Return the message for the next rank: each distinct report once, and which of them each
+        rank sent. After a failure it has no reports."""
+        reports = [] if self.failures else self.reports
+        if merge is not None and len(reports) > 1:
+            with suppress(Exception):  # the coordinator gets the same error and raises it
+                reports = [merge(reports)]
+        numbers: dict[bytes, int] = {}
+        sent = [numbers.setdefault(report, len(numbers)) for report in reports]
+        return msgspec.msgpack.encode((list(numbers), sent, self.failures, self.broken))
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> _Gathered:
+        """Return what :meth:`to_bytes` sent."""
+        distinct, sent, failures, broken = _decode_gathered(message)
+        return cls([distinct[number] for number in sent], failures, broken)
+
+
+_decode_gathered = msgspec.msgpack.Decoder(
+    tuple[list[bytes], list[int], dict[int, str], bool]
+).decode
+
+
+@dataclass
+class Meeting:
+    """One step of all ranks, see :meth:`Ranks.meet`.
+
+    Attributes:
+        report: this rank's report to the coordinator, set within the step.
+        answer: the coordinator's answer, after the step.
+    """
+
+    report: bytes = b""
+    answer: bytes = b""
 
 
 _channels: WeakKeyDictionary[Any, dict[tuple[str, Members], Channel]] = WeakKeyDictionary()
@@ -186,6 +211,8 @@ class Ranks:
         Raises:
             ArgumentError: it is no process group, or this rank is not a member.
         """
+        if group is None and not dist.is_initialized():
+            return cls()  # one rank, which waits for no other
         require_group("process_group", group)
         deadline_s = deadline_from_environment()
         if not dist.is_initialized():
@@ -268,7 +295,7 @@ class Ranks:
             if error is not None:
                 raise error
             return decide([report]) or b""
-        told = _Told([report], {} if error is None else {self.rank: described(error)})
+        told = _Gathered([report], {} if error is None else {self.rank: described(error)})
         status, body = self._meet(told, what, merge, decide)
         if error is None and status != _OK:
             error = pickle.loads(body)
@@ -302,20 +329,37 @@ class Ranks:
         Returns:
             The result of ``work`` on this rank, and the coordinator's answer.
         """
-        done: list[T] = []
-        said = b""
+        if error is not None:
+            self.together(what=what, error=error, merge=merge, decide=decide)  # raises it
+        with self.meet(what, decide, merge) as meeting:
+            done = work()
+            meeting.report = report(done)
+        return done, meeting.answer
+
+    @contextmanager
+    def meet(
+        self, what: str, decide: Decide = lambda _: None, merge: Merge | None = None
+    ) -> Iterator[Meeting]:
+        """If the block fails on any rank, every rank raises.
+
+        Every rank enters it, and waits at its end as in :meth:`together`, whose arguments these
+        are.
+
+        Yields:
+            The meeting, for this rank's report and the answer.
+        """
+        meeting, error = Meeting(), None
         try:
-            if error is None:
-                done.append(work())
-                said = report(done[0])
+            yield meeting
         except Exception as problem:
             error = problem
-        answer = self.together(said, what=what, error=error, merge=merge, decide=decide)
-        return done[0], answer
+        meeting.answer = self.together(
+            meeting.report, what=what, error=error, merge=merge, decide=decide
+        )
 
     # -- up and down the tree ------------------------------------------------------------------
 
-    def _meet(self, told: _Told, what: str, merge: Merge | None, decide: Decide) -> Message:
+    def _meet(self, told: _Gathered, what: str, merge: Merge | None, decide: Decide) -> Message:
         channel = self._channel
         assert channel is not None
         if not channel.is_connected:
@@ -332,9 +376,9 @@ class Ranks:
             left_s = until + more_s - monotonic()
             said = attempt(partial(channel.receive, rank, asked, left_s))
             if isinstance(said, RuntimeError):
-                told.add(_Told(failures=_no_answer([rank], said), broken=True))
+                told.add(_Gathered(failures=_no_answer([rank], said), broken=True))
             else:
-                told.add(pickle.loads(said.body))
+                told.add(_Gathered.from_bytes(said.body))
         told.broken |= channel.is_broken
         if above is None or answer is None:
             verdict = _verdict(told, what, decide)
@@ -452,7 +496,7 @@ class Ranks:
             ) from problem
 
 
-def _verdict(told: _Told, what: str, decide: Decide) -> Message:
+def _verdict(told: _Gathered, what: str, decide: Decide) -> Message:
     """Return the coordinator's answer to the reports and failures of all ranks."""
     if told.failures:
         failure = pickle.dumps(_failure(what, told.failures))

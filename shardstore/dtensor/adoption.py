@@ -18,8 +18,8 @@ that several ranks hold.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -28,9 +28,6 @@ from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
 from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
 from shardstore.state_dict_utils import check_state
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
@@ -62,32 +59,22 @@ def needs_adoption(values: Sequence[Any], shards: Sequence[ShardedBase]) -> bool
         values: the values of the state dict that are not sharded.
         shards: the others.
     """
-    kind = _dtensor_type()
-    return any(isinstance(value, kind) for value in values) or (
-        not shards and any(map(_is_plain, values))
-    )
+    return has_dtensors(values) or (not shards and any(map(_is_plain, values)))
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _dtensor_type() -> Any:
-    """Return the DTensor type if the program has imported it, else a type without instances."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", ())
-
-
-def dtensors_of(state: Any) -> list[DTensor]:
-    """Return the DTensors in nested dicts, lists and tuples."""
-    kind = _dtensor_type()
-    return [value for _, value in leaves(state) if isinstance(value, kind)] if kind else []
+def has_dtensors(values: Iterable[Any]) -> bool:
+    """Return whether some of the values are DTensors."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # if imported
+    return any(isinstance(value, kind) for value in values)
 
 
 def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
     """Return a state dict with DTensors and plain tensors as sharded tensors; in a load (``stored``
     has the keys of the stored arrays), plain tensors that are stored as arrays."""
-    kind = _dtensor_type()
     seen: dict[str, Path] = {}
 
     def key_of(path: Path) -> str:
@@ -108,13 +95,13 @@ def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
             return walked
         if isinstance(value, list):
             return [walk(item, (*path, i)) for i, item in enumerate(value)]
-        if isinstance(value, tuple) and dtensors_of(value):
+        if isinstance(value, tuple) and has_dtensors(one for _, one in leaves(value)):
             raise AccessPatternError(
                 f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
                 "tensors, so make it a list",
                 key=dotted(path),
             )
-        if isinstance(value, kind):
+        if has_dtensors([value]):
             return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
         if _is_plain(value) and (stored is None or dotted(path) in stored):
             return ClaimedTensor.from_rank_offsets(key_of(path), value)

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -113,9 +112,10 @@ def fragments(length: int, cuts: tuple[AxisCut, ...]) -> int | None:
 def is_flat(shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], itemsize: int) -> bool:
     """Return whether the shards are saved as flattened ranges of the tensor.
 
-    They are if only the first axis is cut, and a grid that fits all boundaries would have very many
-    very small chunks. Nested uneven cuts cause this (a vocabulary of 50257 over 2 x 4 ranks). With
-    flattened ranges, few chunks contain a boundary, and one rank assembles each of those.
+    Shards are saved as ranges if the mesh cuts only the first axis, and if a grid that fits all
+    boundaries would have very many very small chunks. Nested uneven cuts cause this (a vocabulary
+    of 50257 over 2 x 4 ranks). With flattened ranges, few chunks contain a boundary, and one rank
+    assembles each of those.
     """
     if not shape or not cuts[0] or any(cuts[1:]):
         return False
@@ -262,10 +262,10 @@ class ClaimedTensor(ShardedTensor):
     writer: int | None = None
 
 
-def claimed(everyone: frozenset[int], shard: Any) -> Any:
+def claimed(everyone: Collection[int], shard: Any) -> Any:
     """Return a shard for a save or load by some ranks. If these are not its holders, return a copy,
     which is a main replica on each rank until :func:`apply_claims`."""
-    if not isinstance(shard, ClaimedTensor) or shard.holders == everyone:
+    if not isinstance(shard, ClaimedTensor) or shard.holders == frozenset(everyone):
         return shard
     claimed = copy(shard)
     claimed.writer, claimed.replica_id = min(everyone), 0
@@ -277,23 +277,22 @@ def is_claimed(value: object) -> TypeGuard[ClaimedTensor]:
     return isinstance(value, ClaimedTensor) and value.writer is not None
 
 
-def claims(shards: Iterable[Any]) -> bytes:
-    """Return a report of the shards that this rank claims."""
-    return pickle.dumps([_sharded_tensor_shard_id(one) for one in filter(is_claimed, shards)])
+def claims(shards: Iterable[Any]) -> list[_ShardId]:
+    """Return the identities of the shards that this rank claims."""
+    return [_sharded_tensor_shard_id(one) for one in filter(is_claimed, shards)]
 
 
-def decide_claims(reports: Sequence[bytes], ranks: Sequence[int]) -> bytes:
-    """Return the first rank that holds each shard, from the :func:`claims` of the ranks."""
+def decide_claims(claimed_by: Mapping[int, Iterable[_ShardId]]) -> dict[_ShardId, int]:
+    """Return the first rank that holds each shard, from the :func:`claims` by rank."""
     owners: dict[_ShardId, int] = {}
-    for rank, report in zip(ranks, reports, strict=True):
-        for identity in pickle.loads(report):
+    for rank, identities in claimed_by.items():
+        for identity in identities:
             owners.setdefault(identity, rank)
-    return pickle.dumps(owners)
+    return owners
 
 
-def apply_claims(shards: Iterable[Any], decided: bytes, rank: int) -> None:
+def apply_claims(shards: Iterable[Any], owners: Mapping[_ShardId, int], rank: int) -> None:
     """Give the claimed shards that another rank writes a replica id other than 0, in place."""
-    owners = pickle.loads(decided)
     for tensor in filter(is_claimed, shards):
         tensor.writer = owners[_sharded_tensor_shard_id(tensor)]
         tensor.replica_id = 0 if tensor.writer == rank else rank + 1

@@ -24,6 +24,7 @@ from shardstore.storage.format.names import MODEL_COMMITS
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FileBox, read_bytes
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
@@ -84,6 +85,7 @@ class WeightFiles:
         location: the folder.
         roots: names of the files.
         arrays: key -> tensor, as an array of one chunk.
+        places: key -> name of the tensor's file, and its offset in bytes.
         metadata: the metadata of all files.
         left_out: keys of tensors in the files that the index leaves out.
 
@@ -98,7 +100,7 @@ class WeightFiles:
     ) -> None:
         self.location, self.roots = folder, sorted(names)
         self.arrays: dict[str, ArrayMeta] = {}
-        self._places: dict[str, Place] = {}
+        self.places: dict[str, Place] = {}
         self.metadata: dict[str, str] = {}
         self.left_out: list[str] = []
         found: dict[str, tuple[int, bytes]] = {}
@@ -145,7 +147,7 @@ class WeightFiles:
             if stop - start != array_bytes(array):
                 raise damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
             if weight_map is None or weight_map.get(key) == name:
-                self.arrays[key], self._places[key] = array, (name, start)
+                self.arrays[key], self.places[key] = array, (name, start)
             elif key not in weight_map:
                 self.left_out.append(key)
 
@@ -192,15 +194,27 @@ class WeightFiles:
         """
         boxes = []
         for read in reads:
-            name, start = self._places[read.array.key]
+            name, start = self.places[read.array.key]
             boxes.append(FileBox(name, start, read.array.shape, read.box, read.out))
         try:
             Mover.of(self.location).read_boxes(boxes, done)
         except (FileNotFoundError, EOFError) as error:
-            raise errors.DamagedCheckpointError(
-                f"{self.location.url} changed while it was read: {error}; load it again",
-                url=self.location.url,
-            ) from error
+            raise self._changed(error) from error
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a file. Raise the errors of :meth:`read`."""
+        try:
+            data = read_bytes(self.location, name, start, stop)
+            if len(data) < stop - start:
+                raise EOFError(f"{name} ends at byte {start + len(data)}")
+        except (FileNotFoundError, EOFError) as error:
+            raise self._changed(error) from error
+        counters.add(bytes_read=len(data))
+        return data
+
+    def _changed(self, error: Exception) -> errors.DamagedCheckpointError:
+        text = f"{self.location.url} changed while it was read: {error}; load it again"
+        return errors.DamagedCheckpointError(text, url=self.location.url)
 
 
 def _header_of(folder: Location, name: str) -> tuple[int, bytes]:

@@ -271,10 +271,19 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
         if not read.is_padded:
             if 0 not in region.shape:
                 read.regions.append(kind(meta, region, where))
-        elif stored := Box((0,) * len(meta.shape), meta.shape).intersect(region):
-            inside: tuple[Any, ...] = (..., *stored.relative_to(region.offset).slices)
-            read.regions.append(kind(meta, stored, where[inside]))
+        elif (stored := stored_part(meta.shape, region, where)) is not None:
+            read.regions.append(kind(meta, *stored))
     return read
+
+
+def stored_part(shape: tuple[int, ...], region: Box, memory: Any) -> tuple[Box, Any] | None:
+    """Return the part of a region that lies in an array of another shape, with its memory; ``None``
+    if there is none. The rest of the region is padding."""
+    stored = Box((0,) * len(shape), shape).intersect(region)
+    if stored is None:
+        return None
+    inside: tuple[Any, ...] = (..., *stored.relative_to(region.offset).slices)
+    return stored, memory[inside]
 
 
 def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple[Box, Any]]:
@@ -342,7 +351,7 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
     """
     if tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}, which has no plain memory to be filled"
-    elif _overlaps_itself(tensor):
+    elif not tensor.is_contiguous() and _overlaps_itself(tensor):
         what = (
             f"with strides {tuple(tensor.stride())}, several elements of which share memory, as in "
             "an expanded tensor"
@@ -362,7 +371,7 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
-    if data.is_contiguous() or not data.numel():
+    if not data.numel():
         return False
     extent = 1
     for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):

@@ -83,8 +83,12 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
     if context.group is not None:
         exchange(context, parts, meter.count)
         return
+    read = read or stored.read
+    if not any(isinstance(region, HostRead) for region in regions):
+        read(regions, meter.count)
+        return
     budget_bytes = stored.location.buffer_bytes(context.budget_bytes)
-    read_through_host(read or stored.read, regions, budget_bytes, meter.count)
+    read_through_host(read, regions, budget_bytes, meter.count)
 
 
 # -- through host memory ---------------------------------------------------------------------------

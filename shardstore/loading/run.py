@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import torch
 
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
-from shardstore.coverage import check_reports, join_reports, keys_of, report_shards
+from shardstore.coverage import (
+    Report,
+    are_whole,
+    check_reports,
+    join_reports,
+    keys_of,
+    report_shards,
+)
 from shardstore.dict_utils import Path as StatePath
 from shardstore.dict_utils import dict_list_map_outplace, dotted, shaped_like, united
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import require_group
+from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import adopt, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims, is_claimed
 from shardstore.errors import (
@@ -38,9 +45,10 @@ from shardstore.errors import (
 )
 from shardstore.loading.context import LoadContext, find_strategies, read_documents
 from shardstore.loading.plan import with_destinations
-from shardstore.loading.replicas import Offer, agree, offer
+from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
     LocalNonpersistentObject,
+    ShardedObject,
     ShardedStateDict,
     StateDict,
     apply_factory_merges,
@@ -55,7 +63,6 @@ from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
-from shardstore.utils import extract_sharded_objects
 from shardstore.validation import (
     CkptShardedMetadata,
     StrictHandling,
@@ -71,6 +78,9 @@ StoredMetadata: TypeAlias = Callable[
     [str | Path, LoadShardedStrategy, LoadCommonStrategy], CkptShardedMetadata
 ]
 
+Loaded: TypeAlias = StateDict | tuple[StateDict, set[str], set[str]]
+"""The state dict; with a ``RETURN_*`` mode also the missing and the unexpected keys."""
+
 DOCUMENTS = ("zarr.json", CONFIG_FNAME, COMMON_STATE_NAME)
 """Documents that every rank of a load needs. One rank reads them for all."""
 SHOWN = 3
@@ -78,7 +88,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class LoadCall:
+class LoadRequest:
     """The arguments of :func:`shardstore.load` on one rank.
 
     Attributes:
@@ -131,9 +141,8 @@ class LoadCall:
             )
         return device
 
-    def checked_offer(self, location: Location) -> Offer:
+    def checked_group(self, location: Location) -> ReadGroup | None:
         """Check the arguments, and return this rank's report about its group."""
-        require_group("replica_group", self.replica_group)
         require_bool("validate_access_integrity", self.validate_access_integrity)
         require_bool("verify_integrity", self.verify_integrity)
         require_number("exchange_budget_bytes", self.exchange_budget_bytes)
@@ -142,40 +151,49 @@ class LoadCall:
                 f"cast={self.cast!r:.100} must be True, False or 'warn'; the state dict names the "
                 "data types"
             )
-        _ = self.mode, self.device
-        return offer(self.replica_group, self.share_replicas, location)
+        if self.share_replicas not in SHARES:
+            raise ArgumentError(
+                f"share_replicas={self.share_replicas!r} must be 'auto', 'always' or 'never'"
+            )
+        _ = self.mode, self.map_location is None or self.device  # they raise errors
+        if self.replica_group is None:
+            return None
+        require_group("replica_group", self.replica_group)
+        return read_group(self.replica_group, self.share_replicas, location)
 
 
-class _Request(StateSplit):
-    """The request of one rank.
+class Wanted(StateSplit):
+    """What one rank asks for.
 
     Attributes:
-        wanted: the tensors and objects to load.
+        items: the tensors and objects to load.
+        group: this rank's report about its group.
     """
+
+    group: ReadGroup | None = None
 
     def __init__(
         self, state: ShardedStateDict, ranks: Ranks, keys: Container[str] | None = None
     ) -> None:
-        adopt = partial(claimed, frozenset(ranks.members))
-        super().__init__(state, loading=True, adopt=adopt, keys=keys)
-        self.restricted = partial(_Request, state, ranks)
-        self.wanted = [shard for _, shard in self.shards]
+        super().__init__(state, loading=True, adopt=partial(claimed, ranks.members), keys=keys)
+        self.items = [shard for _, shard in self.shards]
 
     @property
     def needs_stored(self) -> bool:
-        """Whether the request depends on the stored arrays, or on the claims of other ranks."""
-        return needs_adoption(self.others, self.found) or any(map(is_claimed, self.wanted))
+        """Whether it depends on the stored arrays, or on the claims of other ranks."""
+        return needs_adoption(self.others, self.found) or any(map(is_claimed, self.items))
 
 
-def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]:
+def run_load(request: LoadRequest) -> Loaded:
     """Load a checkpoint. Every rank calls it and waits for all others, see :func:`shardstore.load`.
+    If the checkpoint was replaced in the meantime, load once more.
 
     Args:
-        call: the arguments of this rank.
+        request: the arguments of this rank.
     """
-    ranks = Ranks.of(call.process_group)
+    ranks = Ranks.of(request.process_group)
     try:
-        return _run_once(call, ranks)
+        return _load(request, ranks)
     except Exception as problem:
         replaced: list[str] = []
         with suppress(Exception):  # a rank was lost
@@ -183,7 +201,7 @@ def run_load(call: LoadCall) -> StateDict | tuple[StateDict, set[str], set[str]]
         if not replaced:
             raise
         logger.warning("%s; loading what is there now", problem)
-    return _run_once(call, ranks)
+    return _load(request, ranks)
 
 
 def causes(
@@ -214,45 +232,30 @@ def causes(
     return found
 
 
-def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    started = perf_counter()
-    location: Location = LocalFolder(shown(call.checkpoint_dir))
-    callback, error = None, None
+def _load(request: LoadRequest, ranks: Ranks) -> Loaded:
+    started, callback, error = perf_counter(), None, None
+    location: Location
     try:
-        location = Location.of(call.checkpoint_dir, call.storage_options)
-        callback = callback_of(call.progress, shows=ranks.is_coordinator)
-    except ArgumentError as problem:
-        error = problem
-    step = partial(ranks.step, f"loading {location.url}")
+        location = Location.of(request.checkpoint_dir, request.storage_options)
+        if request.progress is not None:
+            callback = callback_of(request.progress, shows=ranks.is_coordinator)
+    except ArgumentError as problem:  # every rank raises it
+        location, error = LocalFolder(shown(request.checkpoint_dir)), problem
+    what = f"loading {location.url}"
     with metered("load", location.url, callback) as meter, collector_paused():
-        (offered, request), answer = step(
-            lambda: _prepare(call, location, ranks),
-            lambda prepared: pickle.dumps(_report(call, prepared[1], prepared[:1])),
-            lambda said: _agree(call, location, _parsed(said), ranks),
-            _joined,
-            error=error,
-        )
-        context, asked = open_checkpoint(call, location, offered, answer, meter)
-        watched = context.stored.unless_replaced()
-        with _errors_of(context):
-            if asked is None:
-                # Every rank finds the stored arrays of its plain tensors and DTensors.
-                request, owners = step(
-                    watched(partial(_adopt, call, context, request, ranks)),
-                    lambda adopted: claims(adopted.wanted),
-                    lambda reports: decide_claims(reports, ranks.members),
-                )
-                apply_claims(request.wanted, owners, ranks.rank)
-                _, answer = step(
-                    lambda: pickle.dumps(_report(call, request, is_final=True)),
-                    bytes,
-                    lambda said: pickle.dumps(_checked(call, _parsed(said), ranks)),
-                    _joined,
-                )
-                asked = pickle.loads(answer)
-            matched, _ = step(watched(partial(match_keys, call, context, request, asked)))
-            loaded, _ = step(watched(partial(read_matched, context, matched)))
-            loaded = cast(StateDict, shaped_like(call.sharded_state_dict, loaded))
+        opened = open_checkpoint(request, ranks, location, meter, error)
+        context = opened.context
+        try:
+            if opened.requested is None:
+                opened = _adopted(request, ranks, opened)
+            with ranks.meet(what), context.stored.unless_replaced():
+                matched = match_keys(request, ranks, opened)
+            with ranks.meet(what), context.stored.unless_replaced():
+                loaded = read_matched(context, matched)
+        except CheckpointingException as problem:
+            _name_as_dcp_does(context, problem)
+            raise
+        loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
         log_event(
@@ -265,149 +268,225 @@ def _run_once(call: LoadCall, ranks: Ranks) -> StateDict | tuple[StateDict, set[
             seconds=seconds,
             world_size=ranks.world_size,
         )
-    if StrictHandling.requires_returning_mismatch_keys(call.mode):
+    if StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, matched.missing, matched.unexpected
     return loaded
 
 
-@contextmanager
-def _errors_of(context: LoadContext) -> Iterator[None]:
-    """Make errors of a load from DCP's own files DCP's errors too, as Megatron-Core raises them."""
-    try:
-        yield
-    except CheckpointingException as error:
-        with suppress(CheckpointingException):
-            config = stored_config(context.stored)
-            if config is not None and config.sharded_backend == DCP_BACKEND:
-                error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
-        raise
+def _name_as_dcp_does(context: LoadContext, error: CheckpointingException) -> None:
+    """Make an error of a load from DCP's own files DCP's error too, as Megatron-Core raises it."""
+    with suppress(CheckpointingException):
+        config = stored_config(context.stored)
+        if config is not None and config.sharded_backend == DCP_BACKEND:
+            error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
+
+
+# -- the checkpoint, and what is wanted ------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """An opened checkpoint, and what this rank wants of it.
+
+    Attributes:
+        context: the context of the load.
+        wanted: what this rank asks for.
+        requested: the keys of all ranks, if a rank compares them with the stored keys; ``None`` if
+            a rank needs the stored keys first.
+    """
+
+    context: LoadContext
+    wanted: Wanted
+    requested: set[str] | None
+
+
+class _Answer(NamedTuple):
+    """The coordinator's answer at the beginning of a load.
+
+    Attributes:
+        url: the checkpoint.
+        documents: those of its documents that every rank needs.
+        requested: see :class:`Opened`.
+        reading_alone: the groups that do not share their reading.
+    """
+
+    url: str
+    documents: dict[str, bytes | None]
+    requested: set[str] | None
+    reading_alone: frozenset[Members] = frozenset()
 
 
 def open_checkpoint(
-    call: LoadCall, location: Location, offered: Offer, answer: bytes, meter: Meter
-) -> tuple[LoadContext, set[str] | None]:
-    """Open the checkpoint with the documents that the coordinator read.
+    request: LoadRequest,
+    ranks: Ranks,
+    location: Location,
+    meter: Meter,
+    error: ArgumentError | None,
+) -> Opened:
+    """Let one rank read the documents of the checkpoint for all, and check what all ranks want.
+    Every rank calls it and waits for all others.
 
     Args:
-        call: the arguments of this rank.
+        request: the arguments of this rank.
+        ranks: the ranks of the load.
         location: the checkpoint.
-        offered: this rank's report about its group.
-        answer: result of :func:`_agree` on the coordinator.
         meter: counts the read bytes.
-
-    Returns:
-        The context of the load, and the result of :func:`_checked`; ``None`` if a rank needs the
-        stored keys first.
+        error: an error in the arguments of this rank; every rank raises it.
     """
-    (url, documents), asked, apart = pickle.loads(answer)
-    shares = offered is not None and offered[2] and offered[0] not in apart
+    if ranks.world_size > 1:
+        decide = partial(_decide, request, ranks, location)
+        with ranks.meet(f"loading {location.url}", decide, _joined) as meeting:
+            if error is not None:
+                raise error
+            wanted = _wanted(request, ranks, location)
+            meeting.report = pickle.dumps(_report(request, wanted))
+        answer: _Answer = pickle.loads(meeting.answer)
+    else:
+        if error is not None:
+            raise error
+        wanted = _wanted(request, ranks, location)
+        documents = _documents(request, location)
+        answer = _Answer(location.url, documents, _requested(request, wanted, documents))
+    group = wanted.group
+    shares = group is not None and group.shares and group.members not in answer.reading_alone
     # A rank with another place than the coordinator's reads its documents itself.
-    stored = StoredCheckpoint(location, documents=documents if url == location.url else {})
+    documents = answer.documents if answer.url == location.url else {}
     context = LoadContext(
-        stored=stored,
-        cast=call.cast,
-        budget_bytes=call.exchange_budget_bytes,
-        group=call.replica_group if shares else None,
+        stored=StoredCheckpoint(location, documents=documents),
+        cast=request.cast,
+        budget_bytes=request.exchange_budget_bytes,
+        group=request.replica_group if shares else None,
         meter=meter,
     )
-    return context, asked
+    return Opened(context, wanted, answer.requested)
 
 
-# -- the request -----------------------------------------------------------------------------------
-
-
-def _prepare(call: LoadCall, location: Location, ranks: Ranks) -> tuple[Offer, _Request]:
+def _wanted(request: LoadRequest, ranks: Ranks, location: Location) -> Wanted:
     """Check the arguments, and split the state dict."""
-    request = _Request(call.sharded_state_dict, ranks)
-    if not request.found:
+    wanted = Wanted(request.sharded_state_dict, ranks)
+    if not wanted.found:
         kept = torch.Tensor | LocalNonpersistentObject
         values = dict_list_map_outplace(
-            lambda v: None if isinstance(v, kept) else v, call.sharded_state_dict
+            lambda v: None if isinstance(v, kept) else v, request.sharded_state_dict
         )
         require_loadable(values, "the value")
-    return call.checked_offer(location), request
+    wanted.group = request.checked_group(location)
+    return wanted
 
 
-def _adopt(call: LoadCall, context: LoadContext, request: _Request, ranks: Ranks) -> _Request:
-    """Find the stored arrays of plain tensors and DTensors."""
-    strategy, _ = find_strategies(context, call.sharded_strategy)
-    if not needs_adoption(request.others, request.found):
-        return request
-    stored = called(strategy.load_tensors_metadata, context)
-    return _Request(adopt(call.sharded_state_dict, stored), ranks)
+def _documents(request: LoadRequest, location: Location) -> dict[str, bytes | None]:
+    """Read the documents that every rank needs."""
+    if request.verify_integrity:
+        check_integrity(location)
+    return read_documents(location, DOCUMENTS)
+
+
+def _requested(
+    request: LoadRequest, wanted: Wanted, documents: Mapping[str, bytes | None]
+) -> set[str] | None:
+    """Do for one rank alone what :func:`_decide` does: check its shards, and return their keys."""
+    if wanted.needs_stored:
+        return None
+    is_checked = request.validate_access_integrity and documents[CONFIG_FNAME] is not None
+    if is_checked and not are_whole(wanted.items):
+        check_reports([report_shards(wanted.items)], range(1))
+    return {item.key for item in wanted.items}
+
+
+# -- the agreement of several ranks ----------------------------------------------------------------
 
 
 class _Report(NamedTuple):
     """The report of one or more ranks about their requests.
 
     Attributes:
-        shards: report of the shards; no bytes if those of a rank are not known yet, and a report
-            without shards if none are compared.
+        shards: report of the shards, without shards if none are compared; ``None`` if those of a
+            rank are not known yet.
         has_empty: whether a rank's state dict has empty dicts or lists, and keys are known.
-        offers: reports about groups that share the reading.
+        groups: reports about groups that share the reading.
     """
 
-    shards: bytes
+    shards: Report | None
     has_empty: bool
-    offers: Sequence[Offer] = ()
+    groups: Sequence[ReadGroup | None] = ()
 
 
-def _report(
-    call: LoadCall, request: _Request, offers: Sequence[Offer] = (), *, is_final: bool = False
-) -> _Report:
+def _report(request: LoadRequest, wanted: Wanted, *, is_final: bool = False) -> _Report:
     """Return this rank's report."""
-    compared = call.validate_access_integrity or call.compares_all
-    has_empty = compared and any(request.empty)
-    if request.needs_stored and not is_final:
-        return _Report(b"", has_empty, offers)
-    return _Report(report_shards(request.wanted if compared else ()), has_empty, offers)
+    compared = request.validate_access_integrity or request.compares_all
+    has_empty = compared and any(wanted.empty)
+    groups = () if is_final else (wanted.group,)
+    if wanted.needs_stored and not is_final:
+        return _Report(None, has_empty, groups)
+    return _Report(report_shards(wanted.items if compared else ()), has_empty, groups)
 
 
-def _parsed(said: Sequence[bytes]) -> list[_Report]:
-    return [pickle.loads(one) for one in said]
-
-
-def _joined(said: Sequence[bytes]) -> bytes:
+def _joined(reports: Sequence[bytes]) -> bytes:
     """Join the reports of several ranks into one."""
-    reports = _parsed(said)
-    shards = [report.shards for report in reports]
+    parsed: list[_Report] = [pickle.loads(one) for one in reports]
+    shards = [report.shards for report in parsed if report.shards is not None]
     joined = _Report(
-        join_reports(shards) if all(shards) else b"",
-        any(report.has_empty for report in reports),
-        [one for report in reports for one in report.offers],
+        join_reports(shards) if len(shards) == len(parsed) else None,
+        any(report.has_empty for report in parsed),
+        [one for report in parsed for one in report.groups],
     )
     return pickle.dumps(joined)
 
 
-def _agree(call: LoadCall, location: Location, reports: Sequence[_Report], ranks: Ranks) -> bytes:
+def _decide(
+    request: LoadRequest, ranks: Ranks, location: Location, reports: Sequence[bytes]
+) -> bytes:
     """Read the documents for all ranks, and check their requests. The coordinator calls it.
 
     Returns:
-        Pickled: the checkpoint and its documents; the result of :func:`_checked`, ``None`` if the
-        shards of a rank are not known yet; the groups that do not share.
+        The :class:`_Answer`, pickled.
     """
-    offered = (one for report in reports for one in report.offers)
-    apart = agree(dict(zip(ranks.members, offered, strict=True)), location.url)
-    if call.verify_integrity:
-        check_integrity(location)
-    documents = read_documents(location, DOCUMENTS)
-    asked: set[str] | None = None
-    if all(report.shards for report in reports):
-        asked = _checked(call, reports, ranks) if documents[CONFIG_FNAME] is not None else set()
-    return pickle.dumps(((location.url, documents), asked, apart))
+    parsed: list[_Report] = [pickle.loads(one) for one in reports]
+    groups = (one for report in parsed for one in report.groups)
+    alone = groups_reading_alone(dict(zip(ranks.members, groups, strict=True)), location.url)
+    documents = _documents(request, location)
+    requested: set[str] | None = None
+    if all(report.shards is not None for report in parsed):
+        has_config = documents[CONFIG_FNAME] is not None
+        requested = _checked(request, ranks, parsed) if has_config else set()
+    return pickle.dumps(_Answer(location.url, documents, requested, alone))
 
 
-def _checked(call: LoadCall, reports: Sequence[_Report], ranks: Ranks) -> set[str]:
+def _checked(request: LoadRequest, ranks: Ranks, reports: Sequence[_Report]) -> set[str]:
     """Check that the main replicas of all ranks cover each tensor once.
 
     Returns:
         The keys of all ranks if a rank compares them with the stored keys, else an empty set.
     """
-    shards = [report.shards for report in reports]
-    if call.validate_access_integrity:
+    shards = [report.shards for report in reports if report.shards is not None]
+    if request.validate_access_integrity:
         check_reports(shards, ranks.members)
-    compares = call.compares_all or any(report.has_empty for report in reports)
+    compares = request.compares_all or any(report.has_empty for report in reports)
     return keys_of(shards) if compares else set()
+
+
+def _adopted(request: LoadRequest, ranks: Ranks, opened: Opened) -> Opened:
+    """Find the stored arrays of plain tensors and DTensors on every rank, and check the shards of
+    all ranks."""
+    context, wanted = opened.context, opened.wanted
+    what = f"loading {context.stored.location.url}"
+
+    def owners(reports: list[bytes]) -> bytes:
+        claimed_by = map(pickle.loads, reports)
+        return pickle.dumps(decide_claims(dict(zip(ranks.members, claimed_by, strict=True))))
+
+    def checked(reports: list[bytes]) -> bytes:
+        return pickle.dumps(_checked(request, ranks, [pickle.loads(one) for one in reports]))
+
+    with ranks.meet(what, owners) as meeting, context.stored.unless_replaced():
+        strategy, _ = find_strategies(context, request.sharded_strategy)
+        if needs_adoption(wanted.others, wanted.found):
+            stored = called(strategy.load_tensors_metadata, context)
+            wanted = Wanted(adopt(request.sharded_state_dict, stored), ranks)
+        meeting.report = pickle.dumps(claims(wanted.items))
+    apply_claims(wanted.items, pickle.loads(meeting.answer), ranks.rank)
+    with ranks.meet(what, checked, _joined) as meeting:
+        meeting.report = pickle.dumps(_report(request, wanted, is_final=True))
+    return Opened(context, wanted, pickle.loads(meeting.answer))
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
@@ -429,19 +508,19 @@ def _require_nothing_below(empty: Iterable[StatePath], left: set[str], url: str)
             )
 
 
-class _Matched(NamedTuple):
+class Matched(NamedTuple):
     """A request that was compared with the stored entries.
 
     Attributes:
-        request: what is loaded.
-        wanted: its tensors and objects by number, with destinations.
+        wanted: what is loaded.
+        items: its tensors and objects by number, with destinations.
         common: the stored common values.
         for_tensors, for_common: the strategies.
         missing, unexpected: the keys that do not match.
     """
 
-    request: _Request
-    wanted: ShardedStateDict
+    wanted: Wanted
+    items: ShardedStateDict
     common: StateDict
     for_tensors: LoadShardedStrategy
     for_common: LoadCommonStrategy
@@ -449,44 +528,49 @@ class _Matched(NamedTuple):
     unexpected: set[str]
 
 
-def match_keys(
-    call: LoadCall, context: LoadContext, request: _Request, asked: set[str]
-) -> _Matched:
+def match_keys(request: LoadRequest, ranks: Ranks, opened: Opened) -> Matched:
     """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
     mode of ``strict``."""
-    for_tensors, for_common = find_strategies(context, call.sharded_strategy, call.common_strategy)
+    context, wanted, requested = opened.context, opened.wanted, opened.requested or set()
+    mode, device = request.mode, None if request.map_location is None else request.device
+    for_tensors, for_common = find_strategies(
+        context, request.sharded_strategy, request.common_strategy
+    )
     common = called(for_common.load_common, context)
-    stored: set[str] = set()
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(call.mode):
+    items: ShardedStateDict = {str(number): item for number, item in enumerate(wanted.items)}
+    missing, unexpected = set[str](), set[str]()
+    if mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
         found = called(
-            lambda place: call.stored_metadata(place, for_tensors, for_common).values(), context
+            lambda place: request.stored_metadata(place, for_tensors, for_common).values(), context
         )
         stored = {item.key for item in found} - {COMMON_OBJECT}
-    elif any(request.empty) and (call.validate_access_integrity or call.compares_all):
+        kept, missing, unexpected = compare_keys(items, mode, requested, stored)
+        if kept is not items:
+            keys = {item.key for item in kept.values()}
+            wanted = Wanted(request.sharded_state_dict, ranks, keys)
+            items = {str(number): item for number, item in enumerate(wanted.items)}
+    elif any(wanted.empty) and request.validate_access_integrity:
         held = called(for_tensors.load_tensors_metadata, context)
-        _require_nothing_below(request.empty, {*held} - asked, context.stored.location.url)
-    everything = {str(number): item for number, item in enumerate(request.wanted)}
-    wanted, missing, unexpected = compare_keys(everything, call.mode, asked, stored)
-    if wanted is not everything:
-        request = request.restricted({item.key for item in wanted.values()})
-        wanted = {str(number): item for number, item in enumerate(request.wanted)}
-    if call.device is not None:
-        wanted = with_destinations(wanted, call.device)
-    return _Matched(request, wanted, common, for_tensors, for_common, missing, unexpected)
+        _require_nothing_below(wanted.empty, {*held} - requested, context.stored.location.url)
+    if device is not None:
+        items = with_destinations(items, device)
+    return Matched(wanted, items, common, for_tensors, for_common, missing, unexpected)
 
 
-def read_matched(context: LoadContext, matched: _Matched) -> StateDict:
+def read_matched(context: LoadContext, matched: Matched) -> StateDict:
     """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
     Merge them with common values, non-persistent objects and factories."""
-    request, tensors, loaded = matched.request, matched.wanted, dict[str, Any]()
+    wanted, tensors, loaded = matched.wanted, matched.items, dict[str, Any]()
     # Objects come first, so that no rank waits in the exchange for a rank that failed to load them.
     with context.together():
         if not matched.for_tensors.can_handle_sharded_objects:
-            validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
-            objects, tensors = extract_sharded_objects(tensors)
+            if not matched.for_common.can_handle_sharded_objects:
+                validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
+            objects = {n: one for n, one in tensors.items() if isinstance(one, ShardedObject)}
+            tensors = {n: one for n, one in tensors.items() if n not in objects}
             loaded = called(matched.for_common.load_sharded_objects, objects, context)
     loaded = {**loaded, **called(matched.for_tensors.load, tensors, context)}
-    values = {id(item): loaded[str(number)] for number, item in enumerate(request.wanted)}
-    sharded = dict_list_map_outplace(lambda item: values[id(item)], request.sharded)
-    state = united(united(matched.common, request.local), sharded)
-    return apply_factory_merges(state, request.factories)
+    values = {id(item): loaded[str(number)] for number, item in enumerate(wanted.items)}
+    sharded = dict_list_map_outplace(lambda item: values[id(item)], wanted.sharded)
+    state = united(united(matched.common, wanted.local), sharded)
+    return apply_factory_merges(state, wanted.factories)

@@ -43,12 +43,12 @@ from shardstore.manager.schedule import (
 from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
-from shardstore.saving.run import SaveRequest, run_save
-from shardstore.serialization import load, save_strategies
+from shardstore.saving.run import run_save
+from shardstore.serialization import load, save_request
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_checkpoint
-from shardstore.storage.options import StepKeywords, options_of, require_bool
+from shardstore.storage.options import SaveOptions, StepKeywords, require_bool
 from shardstore.storage.runtime.parallel import yield_to_others
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -65,6 +65,7 @@ class SaveArguments(StepKeywords, total=False):
     validate_access_integrity: bool
     preprocess_common_before_consistancy_check: Callable[[CommonStateDict], StateDict] | None
     content_metadata: dict[str, Any] | None
+    options: SaveOptions | None
 
 
 class AsyncSaveArguments(SaveArguments, total=False):
@@ -346,15 +347,18 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         place, about, used, given, error = self._prepare(step, metrics, options)
         validate = given.pop("validate_access_integrity", True)
-        strategies = (given.pop("sharded_strategy", None), given.pop("common_strategy", None))
-        request = SaveRequest(
+        request = save_request(
+            "save",
+            given.pop("sharded_strategy", None),
+            given.pop("common_strategy", None),
+            given.pop("options", None),
+            given,
+            {} if validate is True else {"validate_access_integrity": validate},
             state=state,
             checkpoint_dir=place.place,
             ranks=self._hurried(Ranks.of(self._group)),
             preprocess=given.pop("preprocess_common_before_consistancy_check", None),
             content_metadata=given.pop("content_metadata", None),
-            options=partial(options_of, "save", given, validate_access_integrity=validate),
-            strategies=partial(save_strategies, *strategies),
             error=error,
         )
         with self._steps.using(used):
@@ -418,7 +422,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         try:
             number = number_of(step)
             place, about = self._steps.place(number), StepInfo(number)
-            bases = [] if given.get("base") is None else [Location.of(given["base"])]
+            base = given.get("base", getattr(given.get("options"), "base", None))
+            bases = [] if base is None else [Location.of(base)]
             names = [one.name for one in (place, *bases) if one == self.root.child(one.name)]
             used = {step for step in map(self._steps.step_of, names) if step is not None}
             if number in self._steps.damaged:

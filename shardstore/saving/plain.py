@@ -67,12 +67,12 @@ class Leaf(NamedTuple):
     Attributes:
         digest: digest of the value; empty if it is not compared.
         is_array: whether it is a plain tensor that became an array.
-        pickled: the value, unless it is a tensor or the coordinator's.
+        values: the value alone; empty for a tensor, and for the coordinator's.
     """
 
     digest: bytes
     is_array: bool
-    pickled: bytes = b""
+    values: tuple[Any, ...] = ()
 
 
 def must_be_arrays(reports: Sequence[Report]) -> bool:
@@ -144,12 +144,13 @@ class PlainValues:
         for path, digest in self.digests.items():
             if of_coordinator.get(path) == digest and path in of_coordinator:
                 continue
-            pickled, value = b"", self.leaves[path]
+            values: tuple[Any, ...] = ()
+            value = self.leaves[path]
             if not isinstance(value, torch.Tensor):
                 require_loadable(value, f"the value at {dotted(path)!r}")
-                pickled = torch_dump.pickled(value)
-            found[path] = Leaf(digest, path in self.arrays, pickled)
-        return pickle.dumps(found)
+                values = (value,)
+            found[path] = Leaf(digest, path in self.arrays, values)
+        return torch_dump.pickled(found)
 
     def unite(self, url: str, ranks: Sequence[int], equal: bool, reports: list[bytes]) -> None:
         """Add the values that only other ranks hold to :attr:`common`. The coordinator calls it.
@@ -185,7 +186,7 @@ class PlainValues:
                 united(structure, _nested(dict.fromkeys(new)))
             except StructureError as error:
                 raise _conflict(url, next(iter(new)), rank, str(error)) from error
-            values = {p: pickle.loads(leaf.pickled) for p, leaf in new.items() if not leaf.is_array}
+            values = {path: leaf.values[0] for path, leaf in new.items() if not leaf.is_array}
             united(self.common, _nested(values))
         if differing:
             _tell(differing, url, equal=equal)
@@ -193,10 +194,10 @@ class PlainValues:
     def _same(self, path: Path, first: Leaf, other: Leaf) -> bool:
         if first.digest == other.digest:
             return True
-        if not other.pickled:
+        if not other.values:
             return False
-        held = pickle.loads(first.pickled) if first.pickled else self.leaves[path]
-        return not any(diff([held], [pickle.loads(other.pickled)]))
+        held = first.values or (self.leaves[path],)
+        return not any(diff([*held], [*other.values]))
 
 
 def _tell(differing: Mapping[Path, Sequence[int]], url: str, *, equal: bool) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore.coverage import FlatRange, Layouts, is_first
+from shardstore.coverage import FlatRange, Layouts
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
 from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, is_within, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
@@ -60,12 +60,14 @@ class WritePlan:
     """The plan of one rank.
 
     Attributes:
-        arrays: arrays that the rank writes to, and whether it creates them.
+        tensors: the tensors that the rank writes, or whose arrays it creates.
+        arrays: the array of each of them.
         writes: chunks that it writes alone.
         cut: chunks that it shares with others, in the same order on all ranks.
     """
 
-    arrays: list[tuple[ArrayMeta, bool]] = field(default_factory=list)
+    tensors: list[ShardedTensor] = field(default_factory=list)
+    arrays: list[ArrayMeta] = field(default_factory=list)
     writes: list[ChunkWrite] = field(default_factory=list)
     cut: list[CutChunk] = field(default_factory=list)
 
@@ -219,7 +221,7 @@ def plan_writes(
         shared: the shards whose chunks this rank's group divides; the main replica writes others.
 
     Returns:
-        The arrays that this rank writes to, the chunks that it writes, and those that it shares.
+        The arrays of this rank's tensors, the chunks that it writes, and those that it shares.
 
     Raises:
         AccessPatternError: a shard does not consist of whole chunks of the grid of its sharding.
@@ -229,7 +231,7 @@ def plan_writes(
     found: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None]] = []
     in_group: dict[Shard, tuple[ArrayMeta, Box]] = {}
     for tensor in tensors:
-        is_shared = shared.holds(tensor)
+        is_shared = bool(shared.shards) and shared.holds(tensor)
         if not is_shared and not is_main_replica(tensor.replica_id):
             continue
         tensor.validate_metadata_integrity()
@@ -239,7 +241,8 @@ def plan_writes(
         whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None
         if whole is None:
             _check_place(tensor, meta, box)
-        plan.arrays.append((meta, is_first(tensor)))
+        plan.tensors.append(tensor)
+        plan.arrays.append(meta)
         if is_shared:
             if identity(tensor) in in_group:
                 continue  # a rank may hold a shard twice
@@ -261,7 +264,7 @@ def plan_writes(
             continue
         part = parts_of(tensor.data, tensor.key, tensor.prepend_axis_num)
         for index in meta.grid.overlapping(box) if whole is None else (whole,):
-            if (name := identity(tensor)) in in_group and (name, index) not in mine:
+            if in_group and (name := identity(tensor)) in in_group and (name, index) not in mine:
                 continue
             slices = () if whole else meta.grid.box(index).relative_to(box.offset).slices
             plan.writes.append(ChunkWrite(meta, index, part(slices)))

@@ -70,7 +70,7 @@ def identity(tensor: ShardedTensor) -> Shard:
     return (tensor.key, tensor.global_offset)
 
 
-class Offer(NamedTuple):
+class GroupReport(NamedTuple):
     """A rank's report about its group.
 
     Attributes:
@@ -96,7 +96,7 @@ def _shareable(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     return [found[name] for name in sorted(found)]
 
 
-def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
+def report_group(tensors: Iterable[ShardedTensor], group: Any) -> GroupReport | None:
     """Return this rank's report about its group.
 
     Args:
@@ -110,23 +110,25 @@ def offer(tensors: Iterable[ShardedTensor], group: Any) -> Offer | None:
     if len(members) < 2:
         return None
     shared = _shareable(tensors)
-    told = [
+    described = [
         (t.key, t.global_shape, t.global_offset, t.local_shape, t.axis_fragmentations, str(t.dtype))
         for t in shared
     ]
-    digest = xxhash.xxh3_128(repr(told).encode()).digest()
+    digest = xxhash.xxh3_128(repr(described).encode()).digest()
     is_main = [is_main_replica(t.replica_id) and not is_claimed(t) for t in shared]
-    return Offer(members, digest, sum(1 << number for number, main in enumerate(is_main) if main))
+    return GroupReport(
+        members, digest, sum(1 << number for number, main in enumerate(is_main) if main)
+    )
 
 
-def agree(offers: Iterable[Offer | None]) -> dict[Members, int]:
+def agree_on_groups(reports: Iterable[GroupReport | None]) -> dict[Members, int]:
     """Return group -> one bit per shard (whether the group writes it), for groups whose ranks hold
     the same shards.
 
     The coordinator calls it with the reports of all ranks.
     """
-    groups: dict[Members, list[Offer]] = {}
-    for one in offers:
+    groups: dict[Members, list[GroupReport]] = {}
+    for one in reports:
         if one is not None:
             groups.setdefault(one.members, []).append(one)
     found = {}
@@ -146,9 +148,9 @@ def accepted(
     """Return the shards that this rank's group divides, if there are any.
 
     Args:
-        tensors: the argument of :func:`offer`, with claims applied.
-        group: the argument of :func:`offer`.
-        agreed: the result of :func:`agree`.
+        tensors: the argument of :func:`report_group`, with claims applied.
+        group: the argument of :func:`report_group`.
+        agreed: the result of :func:`agree_on_groups`.
         rank: this rank.
     """
     members = () if group is None else global_ranks(group)

@@ -1,4 +1,4 @@
-"""The steps of a synchronous or asynchronous save on each rank: split the state, agree, write,
+"""The steps of a synchronous or asynchronous save on each rank: split the state, begin, write,
 commit.
 
 Every rank learns of an error on any rank before a byte is written, and again at the commit.
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import xxhash
 
 from shardstore.coverage import check_same, digest_of, not_alone, report_shards
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import adopt, dtensors_of
+from shardstore.dtensor.adoption import adopt, has_dtensors
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims
 from shardstore.errors import (
     AccessPatternError,
@@ -30,15 +31,15 @@ from shardstore.errors import (
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.mapping import (
     CommonStateDict,
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
+    ShardedTensor,
     StateDict,
 )
 from shardstore.saving import plain, replicas
 from shardstore.saving.plain import PlainValues
 from shardstore.saving.session import Agreement, Part, SaveSession, Strategies
-from shardstore.state_dict_utils import StateSplit, require_dict
+from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
@@ -47,10 +48,7 @@ from shardstore.storage.options import SaveOptions, require_bool
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.strategies.base import (
-    AsyncSaveShardedStrategy,
-    called,
-)
+from shardstore.strategies.base import AsyncSaveShardedStrategy, called
 from shardstore.validation import (
     comparable,
     compare_common,
@@ -66,9 +64,8 @@ class SaveRequest:
 
     Attributes:
         ranks: the ranks of the save.
-        options: returns the options of the save. Every rank raises its error.
-        strategies: returns the strategies for tensors and for common values; without the latter,
-            only tensors are saved. Every rank raises its error.
+        options: options of the save.
+        strategies: the strategies; ``None`` only with an error.
         background: see :class:`Part`.
         error: an error in other arguments of this rank; every rank raises it.
 
@@ -78,8 +75,8 @@ class SaveRequest:
     state: ShardedStateDict
     checkpoint_dir: str | Path | Location
     ranks: Ranks
-    options: Callable[[], SaveOptions]
-    strategies: Callable[[], Strategies]
+    options: SaveOptions = field(default_factory=SaveOptions)
+    strategies: Strategies | None
     background: str | None = None
     preprocess: Callable[[CommonStateDict], StateDict] | None = None
     content_metadata: dict[str, Any] | None = None
@@ -113,7 +110,14 @@ def run_save(request: SaveRequest) -> Begun:
         return Begun(session, None)
 
 
-def begin(request: SaveRequest) -> tuple[SaveSession, Part]:
+class Started(NamedTuple):
+    """A save that every rank has begun."""
+
+    session: SaveSession
+    part: Part
+
+
+def begin(request: SaveRequest) -> Started:
     """Agree with all ranks to begin. Every rank calls it and waits for all others.
 
     Raises:
@@ -121,146 +125,23 @@ def begin(request: SaveRequest) -> tuple[SaveSession, Part]:
         AccessPatternError: the values of two ranks do not fit into one state dict.
         RanksError: another rank failed, or did not answer in time.
     """
-    desk, what = _Desk(request.ranks), f"saving to {shown(request.checkpoint_dir)}"
-    ranks = request.ranks
+    if request.ranks.world_size > 1:
+        return _begin_together(request)
+    part = split_state(request)
+    agreed = Agreement(
+        exchange_layouts=bool(not_alone(part.tensors)),
+        base_documents=None if part.base is None else read_base(part.base),
+        tellers=(request.ranks.rank,),
+    )
+    attempt = checkpoints.begin(part.target, part.options)
     try:
-        part, agreed = _agree(request, desk, what, arrays=False)
-        if agreed is None:  # the ranks hold different plain tensors, which must become arrays
-            part, agreed = _agree(request, desk, what, arrays=True)
-        assert agreed is not None
-        apply_claims(part.shards, agreed.owners, ranks.rank)
-        if agreed.digests is not None and part.plain is not None:
-            equal = part.options.replicas == "equal"
-            unite = partial(part.plain.unite, part.target.url, ranks.members, equal)
-            ranks.step(what, partial(part.plain.differing, agreed.digests), bytes, unite)
-        attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-        session = SaveSession(ranks, part, agreed, attempt)
+        return Started(SaveSession(request.ranks, part, agreed, attempt), part)
     except BaseException:
-        if desk.attempt is not None:
-            desk.attempt.abandon()
+        attempt.abandon()
         raise
-    if not ranks.is_coordinator:
-        try:
-            attempt.require_seen()
-        except Exception as problem:  # raised in the next step of all ranks
-            session.failure = problem
-    return session, part
 
 
-def _agree(
-    request: SaveRequest, desk: _Desk, what: str, *, arrays: bool
-) -> tuple[Part, Agreement | None]:
-    """Return this rank's part of the save, and the agreement; ``None`` if plain tensors must
-    become arrays first."""
-    ranks, part, said, error = request.ranks, None, b"", None
-    try:
-        part = desk.part = split_state(request, arrays=arrays)
-        said = pickle.dumps(_Opening.of(part, ranks))
-    except Exception as problem:
-        error = problem
-    answer = ranks.together(said, what=what, error=error, decide=desk.decide)
-    assert part is not None  # else there is an error
-    if isinstance(agreed := pickle.loads(answer), dict):  # the first rank of each digest
-        told = part.shards if ranks.rank in agreed.values() else ()
-        _, answer = ranks.step(what, partial(report_shards, told), bytes, desk.compare)
-        agreed = pickle.loads(answer)
-    return part, agreed
-
-
-class _Opening(NamedTuple):
-    """A rank's report at the beginning of a save."""
-
-    place: str
-    described: bytes
-    needs_layouts: bool
-    plain: plain.Report | None
-    copies: bytes
-    claims: bytes
-    offer: replicas.Offer | None
-
-    @classmethod
-    def of(cls, part: Part, ranks: Ranks) -> _Opening:
-        """Return this rank's report."""
-        checks = part.options.validate_access_integrity and ranks.world_size > 1
-        return cls(
-            f"to {part.target.url} with base={part.base and part.base.url}",
-            digest_of(part.shards) if checks else b"",
-            bool(not_alone(part.tensors)),
-            None if part.plain is None else part.plain.report(),
-            xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-            claims(part.shards),
-            replicas.offer(part.tensors, part.options.replica_group),
-        )
-
-
-@dataclass
-class _Desk:
-    """What the coordinator does at the beginning of a save.
-
-    Attributes:
-        ranks: the ranks of the save.
-        part: the coordinator's part.
-        openings: the reports by rank.
-        attempt: the attempt that it began.
-    """
-
-    ranks: Ranks
-    part: Part | None = None
-    openings: dict[int, _Opening] = field(default_factory=dict)
-    attempt: Attempt | None = None
-
-    def decide(self, reports: list[bytes]) -> bytes:
-        """Return the agreement; ``None`` if plain tensors must become arrays; or the first rank of
-        each digest, if the ranks hold different shards."""
-        self.openings = dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
-        told = [one.plain for one in self.openings.values() if one.plain is not None]
-        if plain.must_be_arrays(told):
-            return pickle.dumps(None)
-        first = {one.described: rank for rank, one in reversed(self.openings.items())}
-        return pickle.dumps(self._agreed() if len(first) == 1 else first)
-
-    def compare(self, reports: list[bytes]) -> bytes:
-        """Check that the ranks describe each tensor and object alike; return the agreement."""
-        check_same(reports, self.ranks.members)
-        return pickle.dumps(self._agreed())
-
-    def _agreed(self) -> Agreement:
-        """Check the ranks' reports, and begin an attempt."""
-        part = self.part
-        assert part is not None
-        (first, own), *_ = self.openings.items()
-        for rank, opening in self.openings.items():
-            if opening.place != own.place:
-                raise AccessPatternError(
-                    f"rank {first} saves {own.place} but rank {rank} {opening.place}; give every "
-                    "rank the same place and base",
-                    rank=rank,
-                )
-        part.target.require_shared(len(self.openings))
-        common, digests = b"", None
-        told = [opening.plain for opening in self.openings.values() if opening.plain is not None]
-        if part.plain is not None and any(report.has_shards for report in told):
-            if part.plain.compared is not None:
-                common = pickled(comparable(part.plain.compared))
-        elif part.plain is not None and len({report.values for report in told}) > 1:
-            digests = part.plain.digests
-        base = None if part.base is None else read_base(part.base)
-        self.attempt = checkpoints.begin(part.target, part.options)
-        # The first rank with each set of copies.
-        tellers = {one.copies: rank for rank, one in reversed(self.openings.items()) if one.copies}
-        return Agreement(
-            self.attempt.id,
-            any(opening.needs_layouts for opening in self.openings.values()),
-            common,
-            digests,
-            base,
-            replicas.agree(opening.offer for opening in self.openings.values()),
-            list(tellers.values()),
-            decide_claims([opening.claims for opening in self.openings.values()], [*self.openings]),
-        )
-
-
-def split_state(request: SaveRequest, *, arrays: bool) -> Part:
+def split_state(request: SaveRequest, *, arrays: bool = False) -> Part:
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Args:
@@ -272,31 +153,37 @@ def split_state(request: SaveRequest, *, arrays: bool) -> Part:
     """
     if request.error is not None:
         raise request.error
-    options, ranks = request.options(), request.ranks
+    options, ranks = request.options, request.ranks
     target = Location.of(request.checkpoint_dir, options.storage_options)
     base = None if options.base is None else Location.of(options.base)
     if base is not None and not base.options:
         base = Location.of(base, target.options or options.storage_options)
-    require_group("replica_group", options.replica_group)
+    if options.replica_group is not None:
+        require_group("replica_group", options.replica_group)
     require_bool("verify_integrity", request.verify_integrity)
-    sharded_strategy, common_strategy = strategies = request.strategies()
+    assert request.strategies is not None  # else there is an error
+    sharded_strategy, common_strategy = strategies = request.strategies
     is_async = isinstance(sharded_strategy, AsyncSaveShardedStrategy)
     if request.background is not None and not is_async:
         raise CheckpointingException(
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
             "async_sharded_save out or use another strategy"
         )
-    require_dict(request.state)
-    adopts = arrays or dtensors_of(request.state)
-    state = adopt(request.state) if adopts else request.state
-    split = StateSplit(state, loading=False, adopt=partial(claimed, frozenset(ranks.members)))
+    held = partial(claimed, ranks.members)
+    split = StateSplit(request.state, loading=False, adopt=held)
+    if arrays or has_dtensors(split.others):
+        split = StateSplit(adopt(request.state), loading=False, adopt=held)
+    tensors, values = ((one.backend, one.version) if one else None for one in strategies)
+    about = About(common_backend=values, sharded_backend=tensors or ("", 0))
+    if request.content_metadata is not None:
+        about = _with_content(about, request.content_metadata, split)
     part = Part(
         target=target,
         options=options,
         shards=[shard for _, shard in split.shards],
         common=split.common,
         strategies=strategies,
-        about=_about(request.content_metadata, split, strategies),
+        about=about,
         base=base,
         background=request.background,
         verify_integrity=request.verify_integrity,
@@ -314,12 +201,8 @@ def split_state(request: SaveRequest, *, arrays: bool) -> Part:
     return part
 
 
-def _about(content: object, split: StateSplit, strategies: Strategies) -> About:
-    """Return the content of the root document. Put ``content_metadata`` into the common values."""
-    tensors, values = ((one.backend, one.version) if one else None for one in strategies)
-    about = About(common_backend=values, sharded_backend=tensors or ("", 0))
-    if content is None:
-        return about
+def _with_content(about: About, content: object, split: StateSplit) -> About:
+    """Put ``content_metadata`` into the content of the root document and into the common values."""
     if not isinstance(content, dict):
         raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
     name, common = CONTENT_METADATA_KEY, split.common
@@ -345,14 +228,14 @@ def write_common(session: SaveSession, part: Part) -> None:
     if common_strategy is None:
         return
     takes_objects = not sharded_strategy.can_handle_sharded_objects
-    if takes_objects:
-        validate_sharded_objects_handling(sharded_strategy, common_strategy)
+    if takes_objects and not common_strategy.can_handle_sharded_objects:
+        validate_sharded_objects_handling(sharded_strategy, common_strategy)  # raises an error
     try:
         if session.failure is None:
             called(common_strategy.save_common, part.common, session)
             if takes_objects:
-                objects = (shard for shard in part.shards if isinstance(shard, ShardedObject))
-                called(common_strategy.save_sharded_objects, _flat(objects), session)
+                objects = {n: x for n, x in part.by_number.items() if isinstance(x, ShardedObject)}
+                called(common_strategy.save_sharded_objects, objects, session)
     except Exception as problem:
         # Raised at the next step of all ranks, in the strategy or at the commit.
         session.failure = problem
@@ -362,13 +245,10 @@ def write_sharded(session: SaveSession, part: Part) -> AsyncRequest | None:
     """Write the tensors. For an asynchronous save, return the request."""
     strategy, _ = part.strategies
     method = "save" if part.background is None else "async_save"
-    shards = part.shards if strategy.can_handle_sharded_objects else part.tensors
-    return cast(AsyncRequest | None, called(getattr(strategy, method), _flat(shards), session))
-
-
-def _flat(shards: Iterable[ShardedBase]) -> ShardedStateDict:
-    """Return shards as a state dict for a strategy, which need not walk the caller's."""
-    return {str(number): shard for number, shard in enumerate(shards)}
+    shards = part.by_number
+    if not strategy.can_handle_sharded_objects:
+        shards = {n: x for n, x in shards.items() if isinstance(x, ShardedTensor)}
+    return cast(AsyncRequest | None, called(getattr(strategy, method), shards, session))
 
 
 def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:
@@ -380,3 +260,184 @@ def _attributes(content_metadata: dict[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError):
             kept[str(name)] = str(value)
     return kept
+
+
+# -- the agreement of several ranks ----------------------------------------------------------------
+
+
+def _begin_together(request: SaveRequest) -> Started:
+    """Do what :func:`begin` does, for several ranks."""
+    ranks, what = request.ranks, f"saving to {shown(request.checkpoint_dir)}"
+    desk = _Desk(ranks)
+    try:
+        part, agreed = _agree(request, desk, what)
+        apply_claims(part.shards, agreed.owners, ranks.rank)
+        if agreed.digests is not None and part.plain is not None:
+            equal = part.options.replicas == "equal"
+            unite = partial(part.plain.unite, part.target.url, ranks.members, equal)
+            with ranks.meet(what, unite) as meeting:
+                meeting.report = part.plain.differing(agreed.digests)
+        attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
+        session = SaveSession(ranks, part, agreed, attempt)
+    except BaseException:
+        if desk.attempt is not None:
+            desk.attempt.abandon()
+        raise
+    if not ranks.is_coordinator:
+        try:
+            attempt.require_seen()
+        except Exception as problem:  # raised in the next step of all ranks
+            session.failure = problem
+    return Started(session, part)
+
+
+class _Agreed(NamedTuple):
+    """This rank's part, and the agreement of all ranks."""
+
+    part: Part
+    agreement: Agreement
+
+
+def _agree(request: SaveRequest, desk: _Desk, what: str, *, arrays: bool = False) -> _Agreed:
+    """Split the state of every rank, and agree. If the ranks hold different plain tensors, these
+    become arrays, as with ``arrays``."""
+    ranks = request.ranks
+    with ranks.meet(what, desk.decide) as meeting:
+        part = desk.part = split_state(request, arrays=arrays)
+        meeting.report = pickle.dumps(_Opening.of(part, ranks))
+    answer = _read_answer(meeting.answer)
+    if isinstance(answer, _Differing):
+        with ranks.meet(what, desk.compare) as meeting:
+            shards = part.shards if ranks.rank in answer.ranks else ()
+            meeting.report = pickle.dumps(report_shards(shards))
+        answer = _read_answer(meeting.answer)
+    if answer is None:
+        return _agree(request, desk, what, arrays=True)
+    assert isinstance(answer, Agreement)
+    return _Agreed(part, answer)
+
+
+class _Opening(NamedTuple):
+    """A rank's report at the beginning of a save.
+
+    Attributes:
+        place: target and base of the rank, for comparison.
+        described: digest of what the rank says about its tensors and objects.
+        needs_layouts: whether it has irregular or flattened tensors.
+        plain: report about the values that are not sharded.
+        copies: digest of the keys of which it holds only copies.
+        claims: the shards that it claims.
+        group: report about its replica group.
+    """
+
+    place: str
+    described: bytes
+    needs_layouts: bool
+    plain: plain.Report | None
+    copies: bytes
+    claims: Sequence[Any]
+    group: replicas.GroupReport | None
+
+    @classmethod
+    def of(cls, part: Part, ranks: Ranks) -> _Opening:
+        """Return this rank's report."""
+        return cls(
+            f"to {part.target.url} with base={part.base and part.base.url}",
+            digest_of(part.shards) if part.options.validate_access_integrity else b"",
+            bool(not_alone(part.tensors)),
+            None if part.plain is None else part.plain.report(),
+            xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
+            claims(part.shards),
+            replicas.report_group(part.tensors, part.options.replica_group),
+        )
+
+
+class _Differing(NamedTuple):
+    """The answer if ranks describe their tensors and objects differently: the first ranks of each
+    description report their shards."""
+
+    ranks: Collection[int]
+
+
+def _answer(answer: Agreement | _Differing | None) -> bytes:
+    """Return the coordinator's answer as bytes; ``None``: plain tensors must become arrays first.
+
+    The common values stand beside the pickle: a rank may lack a class of theirs, and still saves.
+    """
+    common = b""
+    if isinstance(answer, Agreement):
+        answer, common = replace(answer, common=b""), answer.common
+    return msgspec.msgpack.encode((pickle.dumps(answer), common))
+
+
+def _read_answer(answer: bytes) -> Agreement | _Differing | None:
+    """Return the coordinator's answer from :meth:`_Desk.decide`."""
+    pickled, common = msgspec.msgpack.decode(answer, type=tuple[bytes, bytes])
+    found: Agreement | _Differing | None = pickle.loads(pickled)
+    return replace(found, common=common) if isinstance(found, Agreement) else found
+
+
+@dataclass
+class _Desk:
+    """What the coordinator does at the beginning of a save.
+
+    Attributes:
+        ranks: the ranks of the save.
+        part: the coordinator's part.
+        openings: the reports by rank.
+        attempt: the attempt that it began.
+    """
+
+    ranks: Ranks
+    part: Part | None = None
+    openings: dict[int, _Opening] = field(default_factory=dict)
+    attempt: Attempt | None = None
+
+    def decide(self, reports: list[bytes]) -> bytes:
+        """Return the answer to the reports, for :func:`_read_answer`."""
+        self.openings = dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
+        told = [one.plain for one in self.openings.values() if one.plain is not None]
+        if plain.must_be_arrays(told):
+            return _answer(None)
+        first = {one.described: rank for rank, one in reversed(self.openings.items())}
+        return _answer(self._agreed() if len(first) == 1 else _Differing(set(first.values())))
+
+    def compare(self, reports: list[bytes]) -> bytes:
+        """Check that the ranks describe each tensor and object alike; return the answer."""
+        check_same([pickle.loads(report) for report in reports], self.ranks.members)
+        return _answer(self._agreed())
+
+    def _agreed(self) -> Agreement:
+        """Check the ranks' reports, and begin an attempt."""
+        part, openings = self.part, self.openings
+        assert part is not None
+        (first, own), *_ = openings.items()
+        for rank, opening in openings.items():
+            if opening.place != own.place:
+                raise AccessPatternError(
+                    f"rank {first} saves {own.place} but rank {rank} {opening.place}; give every "
+                    "rank the same place and base",
+                    rank=rank,
+                )
+        part.target.require_shared(len(openings))
+        common, digests = b"", None
+        told = [opening.plain for opening in openings.values() if opening.plain is not None]
+        if part.plain is not None and any(report.has_shards for report in told):
+            if part.plain.compared is not None:
+                common = pickled(comparable(part.plain.compared))
+        elif part.plain is not None and len({report.values for report in told}) > 1:
+            digests = part.plain.digests
+        base = None if part.base is None else read_base(part.base)
+        self.attempt = checkpoints.begin(part.target, part.options)
+        # The first rank with each set of copies.
+        tellers = {one.copies: rank for rank, one in reversed(openings.items()) if one.copies}
+        return Agreement(
+            attempt_id=self.attempt.id,
+            exchange_layouts=any(opening.needs_layouts for opening in openings.values()),
+            common=common,
+            digests=digests,
+            base_documents=base,
+            shares=replicas.agree_on_groups(opening.group for opening in openings.values()),
+            tellers=tuple(tellers.values()),
+            owners=decide_claims({rank: opening.claims for rank, opening in openings.items()}),
+        )

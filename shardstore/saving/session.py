@@ -15,12 +15,12 @@ import logging
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from shardstore.coverage import (
     Layouts,
@@ -34,7 +34,7 @@ from shardstore.dict_utils import Path
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members
 from shardstore.errors import AccessPatternError, SaveInProgressError
-from shardstore.mapping import ShardedObject, ShardedTensor, StateDict
+from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.plain import PlainValues
@@ -58,7 +58,18 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-Strategies: TypeAlias = tuple[SaveShardedStrategy, SaveCommonStrategy | None]
+
+
+class Strategies(NamedTuple):
+    """The strategies of a save.
+
+    Attributes:
+        sharded: the one for tensors.
+        common: the one for common values; ``None``: these are not saved.
+    """
+
+    sharded: SaveShardedStrategy
+    common: SaveCommonStrategy | None
 
 
 @dataclass(kw_only=True)
@@ -71,7 +82,7 @@ class Part:
         shards: tensors and objects, with factories built.
         common: common values.
         plain: the values that are not sharded, if there are several ranks.
-        strategies: the strategies for tensors and for common values; ``None``: these are not saved.
+        strategies: the strategies for tensors and for common values.
         about: further content of the root document.
         base: a committed checkpoint whose chunks are reused.
         copies: shards of which the rank holds only copies; an error if no rank writes them.
@@ -92,36 +103,42 @@ class Part:
     background: str | None = None
     verify_integrity: bool = False
 
+    @property
+    def by_number(self) -> ShardedStateDict:
+        """:attr:`shards` as a state dict for a strategy, which need not walk the caller's."""
+        return {str(number): shard for number, shard in enumerate(self.shards)}
+
     @cached_property
     def tensors(self) -> list[ShardedTensor]:
         """The tensors in :attr:`shards`."""
         return [shard for shard in self.shards if isinstance(shard, ShardedTensor)]
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
     """The coordinator's answer at the beginning of a save.
 
     Attributes:
-        attempt_id: ID of the attempt that the coordinator began.
+        attempt_id: ID of the attempt that the coordinator began, for the other ranks.
         exchange_layouts: whether any rank has irregular or flattened tensors.
         common: the coordinator's common state, pickled, for comparison, if a rank's state has
             Megatron-Core's types.
         digests: the coordinator's :attr:`PlainValues.digests`, if no rank's state has such types
             and the values of the ranks differ.
         base_documents: documents of the checkpoint whose chunks are reused.
-        shares: groups that divide the writing, see :func:`replicas.agree`.
+        shares: groups that divide the writing, see :func:`replicas.agree_on_groups`.
         tellers: ranks that report their copies: the first rank with each set of copies.
         owners: the writer of each claimed shard, see :func:`decide_claims`.
     """
 
-    attempt_id: str
     exchange_layouts: bool
-    common: bytes
-    digests: Mapping[Path, bytes] | None
-    base_documents: dict[str, bytes] | None
-    shares: Mapping[Members, int]
+    base_documents: Mapping[str, bytes] | None
     tellers: Sequence[int]
-    owners: bytes
+    attempt_id: str = ""
+    common: bytes = b""
+    digests: Mapping[Path, bytes] | None = None
+    shares: Mapping[Members, int] = field(default_factory=dict)
+    owners: Mapping[Any, int] = field(default_factory=dict)
 
 
 class SaveSession:
@@ -161,14 +178,17 @@ class SaveSession:
         if ranks.rank in agreed.tellers:
             self.manifest.copies = part.copies
         self.files = Files(attempt, self.manifest, part.options.budget_bytes)
-        callback = callback_of(part.options.progress, shows=ranks.is_coordinator)
+        callback = part.options.progress
+        if callback == "bar":
+            callback = callback_of(callback, shows=ranks.is_coordinator)
         self.meter = Meter("save", part.target.url, callback)
         self.base = None
         if part.base is not None:
             self.base = StoredCheckpoint(part.base, documents=agreed.base_documents)
-        self.shared = replicas.accepted(
-            part.tensors, part.options.replica_group, agreed.shares, ranks.rank
-        )
+        self.shared = replicas.SharedWrites()
+        if agreed.shares:
+            group = part.options.replica_group
+            self.shared = replicas.accepted(part.tensors, group, agreed.shares, ranks.rank)
         self.zarr_format: int | None = None
         self.failure: BaseException | None = None
         meets = getattr(part.strategies[0], "meets_to_plan", "never")
@@ -208,14 +228,13 @@ class SaveSession:
         except BaseException as problem:
             self.failure = self.failure or problem
 
-    def planned(self, plan: Callable[[], T]) -> T:
-        """Return the result of ``plan``. If the ranks have exchanged layouts, every rank learns of
-        an error before pieces are sent, so that no rank waits for one that could not plan."""
+    def plan_together(self) -> AbstractContextManager[object]:
+        """If the ranks have exchanged layouts, every rank learns of an error of the block before
+        pieces are sent, so that no rank waits for one that could not plan."""
         if not self.agreed.exchange_layouts:
-            return plan()
-        result, _ = self.ranks.step(self.planning, plan)
+            return nullcontext()
         self.plans = False
-        return result
+        return self.ranks.meet(self.planning)
 
     @cached_property
     def mover(self) -> Mover | ReusingMover:
@@ -273,22 +292,15 @@ class SaveSession:
             BaseException: :attr:`failure`; nothing is committed, and every rank raises an error.
         """
 
-        def decide(reports: list[bytes]) -> bytes:
-            whole = replace(
-                self.about,
-                world_size=self.ranks.world_size,
-                seconds=perf_counter() - self._started,
-                has_root=self.zarr_format == 3,
-            )
-            merged = self._merged(reports)
-            return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
-
+        what = f"committing {self.target.url}"
         try:
-            if self.failure is not None and self.ranks.failed:  # no rank begins a further step
+            if self.failure is not None:
+                if not self.ranks.failed:  # else no rank begins a further step
+                    self.later.together(what=what, error=self.failure)
                 raise self.failure
-            what = f"committing {self.target.url}"
-            _, answer = self.later.step(what, self._report, bytes, decide, join, error=self.failure)
-            self.record = json.loads(answer)
+            with self.later.meet(what, self._commit, join) as meeting:
+                meeting.report = self._report()
+            self.record = json.loads(meeting.answer)
         except BaseException:
             self.give_up()
             raise
@@ -317,8 +329,19 @@ class SaveSession:
             self.attempt.flush()
         return self.manifest.to_bytes()
 
+    def _commit(self, reports: list[bytes]) -> bytes:
+        """Commit the attempt, and return the commit record as JSON. The coordinator calls it."""
+        whole = replace(
+            self.about,
+            world_size=self.ranks.world_size,
+            seconds=perf_counter() - self._started,
+            has_root=self.zarr_format == 3,
+        )
+        merged = self._merged(reports)
+        return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
+
     def _merged(self, reports: list[bytes]) -> Merged:
-        """Merge and check the manifests of all ranks. The coordinator calls it."""
+        """Merge and check the manifests of all ranks."""
         merged = merge_reports([self.manifest, *reports[1:]], self.options)
         if self.options.validate_access_integrity:
             _check_objects(merged)
@@ -374,12 +397,17 @@ def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> 
         return Layouts()
     with session.timed("exchange"):
         answer = session.ranks.together(
-            report_shards(not_alone(tensors)),
+            pickle.dumps(report_shards(not_alone(tensors))),
             what=session.planning,
             error=session.failure,
-            decide=lambda reports: pickle.dumps(merge_layouts(reports, session.ranks.members)),
+            decide=partial(_merged_layouts, session.ranks),
         )
     return cast(Layouts, pickle.loads(answer))
+
+
+def _merged_layouts(ranks: Ranks, reports: list[bytes]) -> bytes:
+    """Merge the ranks' layouts. The coordinator calls it."""
+    return pickle.dumps(merge_layouts([pickle.loads(one) for one in reports], ranks.members))
 
 
 def _check_objects(merged: Merged) -> None:

@@ -63,7 +63,8 @@ class WriterKeywords(ChunkKeywords, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """How a checkpoint is written.
+    """How a checkpoint is written: ``shardstore.save(state, place, options=SaveOptions(...))``. The
+    functions that save take most of them as keywords too.
 
     Attributes:
         overwrite: replace the checkpoint at the target. In a folder, the old checkpoint stays
@@ -138,40 +139,47 @@ class SaveOptions:
             raise ArgumentError(f"compression={self.compression!r} must be 'zstd', 'blosc' or None")
         if self.replicas not in ("lowest", "equal"):
             raise ArgumentError(f"replicas={self.replicas!r:.100} must be 'lowest' or 'equal'")
-        callback_of(self.progress, shows=False)
+        if self.progress is not None:
+            callback_of(self.progress, shows=False)
 
-    def of_strategy(self, strategy: SaveOptions) -> SaveOptions:
-        """Return these options with the strategy's chunk size, threads and memory."""
-        return replace(
-            self,
-            target_chunk_bytes=strategy.target_chunk_bytes,
-            threads=strategy.threads,
-            budget_bytes=strategy.budget_bytes,
-            array_documents=self.array_documents and strategy.array_documents,
-        )
+    def of_strategy(self, given: StrategyKeywords) -> SaveOptions:
+        """Return these options with those that were given to the strategy."""
+        documents = self.array_documents and given.get("array_documents", True)
+        more: dict[str, Any] = {**given, "array_documents": documents}
+        return replace(self, **more)
 
 
 def options_of(
-    caller: str, given: Mapping[str, Any], *, keywords: type = SaveKeywords, **further: Any
+    caller: str,
+    given: Mapping[str, Any],
+    *,
+    keywords: type = SaveKeywords,
+    options: SaveOptions | None = None,
+    **further: Any,
 ) -> SaveOptions:
     """Return the options of a save.
 
     Args:
         caller: name of the called function, for the error text.
-        given: the caller's keyword arguments.
+        given: the caller's keyword arguments, which replace those of ``options``.
         keywords: typed dict of the keywords that the function takes.
+        options: the other options.
         further: fields of :class:`SaveOptions` that are not keywords.
 
     Raises:
-        ArgumentError: there is no such keyword, or an option has a wrong type or value.
+        ArgumentError: there is no such keyword, an option has a wrong type or value, or ``options``
+            is something else.
     """
+    if not isinstance(options, SaveOptions | None):
+        raise ArgumentError(f"options={options!r:.100} must be a shardstore.SaveOptions or None")
     known = keywords.__annotations__
     if unknown := sorted(set(given) - set(known)):
         raise ArgumentError(
             f"{caller} has no keyword {', '.join(unknown)}; it takes its named arguments "
             f"and {', '.join(sorted(known))}"
         )
-    return SaveOptions(**given, **further)
+    given = {**given, **further}
+    return SaveOptions(**given) if options is None else replace(options, **given)
 
 
 def require_bool(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ write the common values as JSON in the root document, see :mod:`shardstore.value
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,8 @@ def object_document(sharded: ShardedObject, *, as_json: bool = False) -> tuple[s
     with suppress(plain_values.NotPlainError):
         if as_json:
             return object_file(sharded, ".json"), record.as_text(sharded.data)[1].encode()
-    return object_file(sharded), _dumped(sharded.data, f"object {sharded.unique_key!r}")
-
-
-def _dumped(value: object, what: str) -> bytes:
-    require_loadable(value, what)
-    return dump_bytes(value)
+    require_loadable(sharded.data, f"object {sharded.unique_key!r}")
+    return object_file(sharded), dump_bytes(sharded.data)
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -94,8 +90,9 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         session = session_of(checkpoint_dir)
         if not (Ranks.current() if session is None else session.ranks).is_coordinator:
             return
-        data = _dumped(common_state_dict, "the common (non-sharded) state")
-        _writer(checkpoint_dir)(COMMON_STATE_FNAME, data)
+        require_loadable(common_state_dict, "the common (non-sharded) state")
+        write = Location.of(checkpoint_dir).write if session is None else session.files.put
+        write(COMMON_STATE_FNAME, dump_bytes(common_state_dict))
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -106,19 +103,13 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             CheckpointingException: an object cannot be pickled.
             StorageError: the store failed.
         """
-        session, write = session_of(checkpoint_dir), _writer(checkpoint_dir)
+        session = session_of(checkpoint_dir)
+        write = Location.of(checkpoint_dir).write if session is None else session.files.put
         for sharded in nested_values(sharded_objects_state_dict):
             if isinstance(sharded, ShardedObject) and is_main_replica(sharded.replica_id):
                 write(*object_document(sharded))
                 if session is not None:
                     session.manifest.objects.append(sharded.unique_key)
-
-
-def _writer(checkpoint_dir: str | Path) -> Callable[[str, bytes], None]:
-    """Return the function that writes a file: of the running save, or of the store if no save
-    runs."""
-    session = session_of(checkpoint_dir)
-    return Location.of(checkpoint_dir).write if session is None else session.files.put
 
 
 class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
@@ -160,16 +151,13 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         """
         stored = context_of(checkpoint_dir).stored
         sizes = {} if stored.root is None else stored.root.file_bytes
+        objects = list(nested_values(sharded_objects_state_dict))
         values: dict[int, Any] = {}
 
-        def load(objects: Sequence[ShardedObject]) -> None:
-            for sharded in objects:
-                name, data = _read_file(stored, sharded, sizes)
-                stored.check_file(name, data)
-                url = f"{stored.location.url}/{name}"
-                values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
+        def load(batch: Sequence[ShardedObject]) -> None:
+            for sharded in batch:
+                values[id(sharded)] = _load_object(stored, sharded, sizes)
 
-        objects = list(nested_values(sharded_objects_state_dict))
         run_batched(objects, load, threads=stored.location.threads())
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
@@ -214,16 +202,15 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         return found.nested(url, objects, numbered=True)
 
 
-def _read_file(
-    stored: StoredCheckpoint, sharded: ShardedObject, sizes: Mapping[str, int]
-) -> tuple[str, bytes]:
-    """Return name and content of an object's file. ``sizes`` are those of the commit."""
+def _load_object(stored: StoredCheckpoint, sharded: ShardedObject, sizes: Mapping[str, int]) -> Any:
+    """Return the stored value of an object. ``sizes`` are those of the files in the commit."""
     candidates = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
     names = [name for name in dict.fromkeys(candidates) if is_inside(name)]
     for name in names:
         (data,) = stored.location.read_many([name], [sizes.get(name)])
         if data is not None:
-            return name, data
+            stored.check_file(name, data)
+            return load_file(name, data, f"{stored.location.url}/{name}", sharded.unique_key)
     for name in names:
         stored.check_file(name, None)
     url = stored.location.url

@@ -8,8 +8,7 @@ strategies; zarr itself writes an array that is open.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast
@@ -19,29 +18,40 @@ import torch
 from numpy.typing import NDArray
 
 from shardstore import coverage, errors
+from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.loading.context import LoadContext, context_of
-from shardstore.loading.plan import assemble, held_regions, plan_reads, whole_tensor, whole_tensors
+from shardstore.loading.plan import (
+    assemble,
+    held_regions,
+    plan_reads,
+    stored_part,
+    whole_tensor,
+    whole_tensors,
+)
 from shardstore.loading.read import read_chunks
 from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
     StateDict,
+    flat_bounds,
     is_main_replica,
     local_box,
 )
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import WritePlan, array_meta, plan_writes
 from shardstore.saving.run import SaveRequest, run_save
-from shardstore.saving.session import SaveSession, exchange_layouts, session_of
+from shardstore.saving.session import SaveSession, Strategies, exchange_layouts, session_of
 from shardstore.storage import checkpoint
 from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import check_collisions, key_of
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
-from shardstore.utils import extract_sharded_base, sharded_tensors_of
+from shardstore.utils import extract_sharded_base
 
 if TYPE_CHECKING:
     import zarr
@@ -98,6 +108,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
                 "Zarr v2 layout of Megatron-Core"
             )
         self.options = options_of(type(self).__name__, options, keywords=StrategyKeywords)
+        self._given = options
         if version == V2_LAYOUT:
             _check_v2(self.options)
 
@@ -142,11 +153,14 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     ) -> AsyncRequest | None:
         """Write, or copy and return the request that writes."""
         if (session := session_of(place)) is not None:
-            session.options = session.options.of_strategy(self.options)
+            if self._given:
+                session.options = session.options.of_strategy(self._given)
             session.zarr_format = 2 if self.version == V2_LAYOUT else 3
-            tensors = sharded_tensors_of(state_dict)
+            values = nested_values(state_dict)
+            tensors = [value for value in values if isinstance(value, ShardedTensor)]
             layouts = exchange_layouts(session, tensors)
-            plan = session.planned(partial(self._plan, session, tensors, layouts))
+            with session.plan_together():
+                plan = self._plan(session, tensors, layouts)
             if stages:
                 return stage_chunks(session, plan)
             write_chunks(session, plan)
@@ -157,8 +171,8 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
             state=state_dict,
             checkpoint_dir=cast(Path, place),
             ranks=Ranks.current(),
-            options=lambda: self.options,
-            strategies=lambda: (self, None),
+            options=self.options,
+            strategies=Strategies(self, None),
             background="" if stages else None,
         )
         return run_save(request).request
@@ -181,10 +195,10 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
                 shared=session.shared,
             )
             session.manifest.array_documents = options.array_documents
-            session.files.add_arrays(plan.arrays, documents=options.array_documents)
+            _create_or_open_zarr_arrays(plan.tensors, session, plan.arrays)
         written = plan.written(rank)
         if is_v2:
-            session.attempt.announce({array.node for array, _ in plan.arrays}, rank)
+            session.attempt.announce({array.node for array in plan.arrays}, rank)
         session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
         return plan
 
@@ -232,13 +246,11 @@ class ZarrLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy):
             ChunkMissingError, ChunkCorruptError: stored data is missing or damaged.
         """
         context = context_of(checkpoint_dir)
-        stored, url = context.stored, context.stored.location.url
         with context.together():
-            stored.require()
-            tensors = sharded_tensors_of(sharded_state_dict)
-            plan = plan_reads(tensors, stored.arrays, url, cast=context.cast or self.cast)
-        read_chunks(context, plan)
-        return assemble(plan, sharded_state_dict, url)
+            context.stored.require()
+            arrays = context.stored.arrays
+        cast = context.cast or self.cast
+        return _load_from_arrays(sharded_state_dict, context, arrays, cast=cast)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return key -> unsharded ShardedTensor without data, for each stored array."""
@@ -257,33 +269,46 @@ class ZarrLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy):
 
 
 def _create_or_open_zarr_arrays(
-    sharded_tensors: list[ShardedTensor], checkpoint_dir: str | Path
-) -> list[ZarrArray | None]:
+    sharded_tensors: list[ShardedTensor],
+    checkpoint_dir: str | Path | SaveSession,
+    arrays: Sequence[ArrayMeta] = (),
+) -> Sequence[ZarrArray | ArrayMeta | None]:
     """Return Zarr arrays for a rank's sharded tensors. The main replica of the first shard creates
     an array, and other main replicas open it.
 
     Every rank of the process group calls it. The ranks exchange the layouts of irregular and
-    flattened shards. Ranks that open arrays wait for those that create them.
+    flattened shards. Ranks that open arrays wait for those that create them. A save passes its
+    session in place of the folder, and the arrays of its plan, and waits for no rank.
 
     Returns:
         One entry per tensor; ``None`` for replicas, which write nothing.
 
     Raises:
         CheckpointExistsError: an array exists; every rank raises an error.
+        AccessPatternError: in a save, see :meth:`RankManifest.add_array`.
     """
+    if isinstance(checkpoint_dir, SaveSession):
+        for tensor, meta in zip(sharded_tensors, arrays, strict=True):
+            if _should_create_array(tensor):
+                _create_zarr_array(tensor, checkpoint_dir, meta)
+            else:
+                checkpoint_dir.manifest.add_array(meta, created=False)
+        return arrays
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
-    told = coverage.report_shards(coverage.not_alone(sharded_tensors))
+    report = pickle.dumps(coverage.report_shards(coverage.not_alone(sharded_tensors)))
 
     def merged(reports: list[bytes]) -> bytes:
-        return pickle.dumps(coverage.merge_layouts(reports, ranks.members))
+        parsed = [pickle.loads(one) for one in reports]
+        return pickle.dumps(coverage.merge_layouts(parsed, ranks.members))
 
-    layouts: coverage.Layouts = pickle.loads(ranks.together(told, what=what, decide=merged))
+    layouts: coverage.Layouts = pickle.loads(ranks.together(report, what=what, decide=merged))
 
     def create() -> None:
         for tensor in sharded_tensors:
             if _should_create_array(tensor):
-                _create_zarr_array(tensor, checkpoint_dir, layouts)
+                meta = array_meta(tensor, SaveOptions(), layouts=layouts)
+                _create_zarr_array(tensor, checkpoint_dir, meta)
 
     ranks.step(what, create)
 
@@ -301,20 +326,24 @@ def _should_create_array(ten: ShardedTensor) -> bool:
 
 def _create_zarr_array(
     sharded_tensor: ShardedTensor,
-    checkpoint_dir: str | Path,
-    layouts: coverage.Layouts = coverage.Layouts(),  # noqa: B008 (frozen)
-) -> ZarrArray:
+    checkpoint_dir: str | Path | SaveSession,
+    meta: ArrayMeta | None = None,
+) -> ZarrArray | ArrayMeta:
     """Create the array that a sharded tensor is a part of.
 
     Args:
         sharded_tensor: the tensor.
-        checkpoint_dir: folder or URL to write to.
-        layouts: irregular and flattened shards of other ranks; default: none.
+        checkpoint_dir: folder or URL to write to; or a save, whose documents are written together.
+        meta: the array; default: that of a tensor that no other rank cuts otherwise.
 
     Raises:
         CheckpointExistsError: the array exists.
     """
-    meta = array_meta(sharded_tensor, SaveOptions(), layouts=layouts)
+    meta = meta or array_meta(sharded_tensor, SaveOptions())
+    if isinstance(checkpoint_dir, SaveSession):
+        documents = checkpoint_dir.options.array_documents
+        checkpoint_dir.files.add_arrays([(meta, True)], documents=documents)
+        return meta
     location = Location.of(checkpoint_dir)
     checkpoint.create_array(location, meta)
     return _open_zarr_array_verbose(location.child(meta.node).place, "r+")
@@ -343,11 +372,26 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:
     """Load one sharded tensor from its array, committed or not."""
     context = LoadContext(stored=checkpoint.StoredCheckpoint(Location.of(checkpoint_dir)))
-    url = context.stored.location.url
     meta = checkpoint.read_array_meta(context.stored.location, sharded_tensor.key)
-    plan = plan_reads([sharded_tensor], {meta.key: meta}, url)
+    loaded = _load_from_arrays({"": sharded_tensor}, context, {meta.key: meta})
+    return cast(torch.Tensor, loaded[""])
+
+
+def _load_from_arrays(
+    sharded_state_dict: ShardedStateDict,
+    context: LoadContext,
+    arrays: Mapping[str, ArrayMeta],
+    *,
+    cast: bool | Literal["warn"] = False,
+) -> StateDict:
+    """Load sharded tensors from arrays by key, see :meth:`ZarrLoadShardedStrategy.load`."""
+    url = context.stored.location.url
+    with context.together():
+        values = nested_values(sharded_state_dict)
+        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        plan = plan_reads(tensors, arrays, url, cast=cast)
     read_chunks(context, plan)
-    return cast(torch.Tensor, assemble(plan, {"": sharded_tensor}, url)[""])
+    return assemble(plan, sharded_state_dict, url)
 
 
 def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:
@@ -401,8 +445,9 @@ def postprocess_numpy_array(
 
 def flatten_range(sharded_tensor: ShardedTensor, x: torch.Tensor) -> torch.Tensor:
     """Return the flattened range of a whole local tensor, 1-D; the tensor if there is no range."""
-    flat = sharded_tensor.flattened_range
-    return x if flat is None else x.reshape(-1)[flat]
+    if sharded_tensor.flattened_range is None:
+        return x
+    return x.reshape(-1)[slice(*flat_bounds(sharded_tensor))]
 
 
 def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) -> torch.Tensor:
@@ -419,7 +464,8 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: ShardedTensor) 
             key=expected_sharded_ten.key,
         )
     out = x.new_zeros(expected)
-    out[tuple(slice(n) for n in shape)] = x
+    if (stored := stored_part(shape, Box((0,) * len(expected), expected), out)) is not None:
+        stored[1].copy_(x)
     return out
 
 

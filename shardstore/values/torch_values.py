@@ -422,7 +422,7 @@ def require_loadable(value: object, what: str, *, refuse_classes: bool = True) -
             :class:`DTypeMismatchError` for a tensor.
     """
     doubtful = list(_doubtful(value, ()))
-    if _problem([found for _, found in doubtful]) is None:
+    if not doubtful or _problem([found for _, found in doubtful]) is None:
         return
     for path, found in doubtful:
         if (error := _problem([found])) is not None:
@@ -478,7 +478,7 @@ def _problem(values: Sequence[Any]) -> Exception | None:
                     remedy = "dequantize(), or view(torch.uint8) for types below 8 bits, may help"
                     raise TypeError(f"its elements are not plain memory ({remedy})")
                 dtypes.require_memory(value)
-        found = _unpickled(io.BytesIO(dump_bytes(values))) if values else ()
+        found = _unpickled(io.BytesIO(dump_bytes(values)))
         for one, other in zip(values, found, strict=True):
             if type(one) is not type(other):
                 raise TypeError(f"it would be loaded as a {type(other).__name__}")

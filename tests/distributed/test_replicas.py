@@ -21,7 +21,7 @@ from shardstore.errors import (
 )
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading import read
-from shardstore.loading.replicas import offer
+from shardstore.loading.replicas import read_group
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
@@ -275,8 +275,8 @@ def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
 
 def shares(group: Any, share: str, place: Location) -> bool:
     """Whether this rank wants to share."""
-    offered = offer(group, share, place)
-    return offered is not None and offered[2]
+    report = read_group(group, share, place)
+    return report is not None and report.shares
 
 
 def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, folder: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_sharing_out_is_even_and_the_same_everywhere(ranks: int) -> None:
+def test_work_is_shared_evenly_and_alike_on_all_ranks(ranks: int) -> None:
     rng = random.Random(ranks)
     for _ in range(50):
         sizes = [rng.randint(1, 1000) for _ in range(rng.randrange(60))]

@@ -33,11 +33,10 @@ from shardstore.errors import (
 )
 from shardstore.inspection.verify import Finding, verify
 from shardstore.saving.run import SaveRequest, run_save
-from shardstore.saving.session import SaveSession
+from shardstore.saving.session import SaveSession, Strategies
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint, latest
 from shardstore.storage.commit.identity import is_checkpoint
-from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import (
@@ -92,8 +91,7 @@ def unfinished_save(
         state={"w": tensor("layer/0.w", torch.full((20, 30), value))},
         checkpoint_dir=Location.of(url, options),
         ranks=Ranks(),
-        options=SaveOptions,
-        strategies=lambda: (ZarrSaveShardedStrategy("zarr", version), None),
+        strategies=Strategies(ZarrSaveShardedStrategy("zarr", version), None),
         background="",
     )
     session, rest = run_save(request)

@@ -115,6 +115,21 @@ def _wrong(place: object, what: str) -> ArgumentError:
     return ArgumentError(f"the place of a checkpoint, {shown(place)!r}, {what}", url=shown(place))
 
 
+def checked_options(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return storage options; empty for ``None``.
+
+    Raises:
+        ArgumentError: they are not a mapping. The text does not show them: they may contain a
+            secret.
+    """
+    if not isinstance(options, Mapping | None):
+        raise ArgumentError(
+            f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
+            f"not of type {type(options).__name__}"
+        )
+    return options or {}
+
+
 class StoreUrl(str):
     """A URL string that carries its storage options.
 
@@ -180,17 +195,12 @@ class Location(ABC):
             ArgumentError: ``place`` is neither a path nor a supported URL, or ``options`` is not a
                 mapping.
         """
-        if not isinstance(options, Mapping | None):
-            raise ArgumentError(
-                # The text does not show the value, which may contain a secret.
-                f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
-                f"not of type {type(options).__name__}"
-            )
+        given = checked_options(options)
         if isinstance(place, Location):
-            return place.at(place.url, options) if options else place
+            return place.at(place.url, given) if given else place
         url, own = url_of(place), place.options if isinstance(place, StoreUrl) else {}
         folder, prefix = Location.kinds
-        return prefix(url, {**own, **(options or {})}) if "://" in url else folder(url)
+        return prefix(url, {**own, **given}) if "://" in url else folder(url)
 
     # -- names -------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from shardstore.distributed.coordinator import (
     DEADLINE_VARIABLE,
     Ranks,
     _failure,
-    _Told,
+    _Gathered,
     deadline_from_environment,
     neighbours,
 )
@@ -47,7 +46,7 @@ def test_the_deadline_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(DEADLINE_VARIABLE, raising=False)
     assert deadline_from_environment() == 1800
     monkeypatch.setenv(DEADLINE_VARIABLE, "2.5")
-    assert Ranks.current().deadline_s == 2.5
+    assert deadline_from_environment() == 2.5
 
 
 class Unreachable:
@@ -62,7 +61,7 @@ class Unreachable:
         return rank
 
     def receive(self, *_: object) -> Message:
-        return Message(0, pickle.dumps(_Told([b""])))
+        return Message(0, _Gathered([b""]).to_bytes(None))
 
     def begin(self, *_: object) -> None: ...
     def sent(self, *_: object) -> None:

@@ -8,32 +8,32 @@ import pytest
 
 from shardstore.distributed.groups import Members, members_of
 from shardstore.errors import ArgumentError
-from shardstore.loading.replicas import Offer, agree, offer
+from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.storage.stores.location import Location
 
 URL = "s3://bucket/run/step-1"
 
 
-def told(ranks: tuple[int, ...], share: str = "always", shares: bool = True) -> Offer:
-    return members_of(ranks), share, shares
+def report(ranks: tuple[int, ...], share: str = "always", shares: bool = True) -> ReadGroup:
+    return ReadGroup(members_of(ranks), share, shares)
 
 
-def agreed(offers: list[Offer]) -> frozenset[Members]:
-    return agree(dict(enumerate(offers)), URL)
+def alone(reports: list[ReadGroup | None]) -> frozenset[Members]:
+    return groups_reading_alone(dict(enumerate(reports)), URL)
 
 
 def test_ranks_that_all_share_or_all_do_not() -> None:
-    twos = [told((0, 2)), told((1, 3)), told((0, 2)), told((1, 3))]
-    assert agreed(twos) == frozenset()
-    assert agreed([None] * 4) == frozenset()
-    assert agreed([told((0, 1, 2), "never", False), None, None]) == frozenset()
-    mixed = [told((0, 1)), told((0, 1), "auto"), told((2,), "always", False), None]
-    assert agreed(mixed) == frozenset()
+    twos = [report((0, 2)), report((1, 3)), report((0, 2)), report((1, 3))]
+    assert alone(twos) == frozenset()
+    assert alone([None] * 4) == frozenset()
+    assert alone([report((0, 1, 2), "never", False), None, None]) == frozenset()
+    mixed = [report((0, 1)), report((0, 1), "auto"), report((2,), "always", False), None]
+    assert alone(mixed) == frozenset()
 
 
 def test_a_group_that_is_not_given_by_all_is_named() -> None:
     with pytest.raises(ArgumentError) as caught:
-        agreed([told((0, 2)), told((1, 3)), told((0, 2)), None])
+        alone([report((0, 2)), report((1, 3)), report((0, 2)), None])
     assert caught.value.url == URL
     assert str(caught.value) == (
         "loading s3://bucket/run/step-1: rank(s) [1] gave the group of ranks [1, 3] with "
@@ -45,25 +45,25 @@ def test_a_group_that_is_not_given_by_all_is_named() -> None:
 def test_ranks_with_other_choices_are_named() -> None:
     for share in ("never", "auto"):
         with pytest.raises(ArgumentError, match=rf"\[1\] gave .* with share_replicas='{share}'"):
-            agreed([told((0, 1)), told((0, 1), share, False)])
+            alone([report((0, 1)), report((0, 1), share, False)])
     with pytest.raises(ArgumentError, match=r"rank\(s\) \[1, 2\] gave none"):
-        agreed([told((0, 1, 2), "auto"), None, None])
+        alone([report((0, 1, 2), "auto"), None, None])
 
 
 def test_by_auto_all_share_or_none() -> None:
-    near, far = told((0, 2), "auto", False), told((0, 2), "auto", True)
-    other = told((1, 3), "auto", True)
+    near, far = report((0, 2), "auto", False), report((0, 2), "auto", True)
+    other = report((1, 3), "auto", True)
     for first, second in ((near, far), (far, near)):
-        assert agreed([first, other, second, other]) == {range(0, 3, 2)}
+        assert alone([first, other, second, other]) == {range(0, 3, 2)}
 
 
 def test_many_ranks_are_few_bytes_and_few_words() -> None:
     count = 10_000
-    every = told(tuple(range(count)))
-    assert len(pickle.dumps(every)) < 100
-    assert agreed([every] * count) == frozenset()
+    every = report(tuple(range(count)))
+    assert len(pickle.dumps(every)) < 150
+    assert alone([every] * count) == frozenset()
     with pytest.raises(ArgumentError, match="and 9991 more] gave") as caught:
-        agreed([every] * (count - 1) + [None])
+        alone([every] * (count - 1) + [None])
     assert len(str(caught.value)) < 500
 
 
@@ -75,5 +75,5 @@ def test_the_form_of_a_group_keeps_its_ranks(ranks: tuple[int, ...]) -> None:
     assert hash(members) == hash(members_of(ranks))
 
 
-def test_no_group_is_no_offer() -> None:
-    assert offer(None, "auto", Location.of(URL)) is None
+def test_no_group_is_no_report() -> None:
+    assert read_group(None, "auto", Location.of(URL)) is None

@@ -134,7 +134,7 @@ def test_calls_and_places_do_not_show_their_options() -> None:
     about: Any = About(common_backend=None)
     for one in (
         Part(target=place, options=given, shards=[], common={}, strategies=given, about=about),
-        SaveRequest(state={}, checkpoint_dir=place, ranks=Ranks(), options=given, strategies=given),
+        SaveRequest(state={}, checkpoint_dir=place, ranks=Ranks(), options=given, strategies=None),
         given,
         place,
         StorageWriter("s3://b/x", storage_options=options),
