@@ -116,10 +116,6 @@ class LocalFolder(Location):
         """See :attr:`Location.place`."""
         return Path(self.url)
 
-    def at(self, url: str, options: Mapping[str, Any] | None = None) -> LocalFolder:
-        """See :meth:`Location.at`."""
-        return LocalFolder(url)
-
     @staticmethod
     def real(place: Location) -> LocalFolder:
         """Return the folder that a place leads to by symbolic links."""

@@ -200,7 +200,7 @@ class Location(ABC):
             return place.at(place.url, given) if given else place
         url, own = url_of(place), place.options if isinstance(place, StoreUrl) else {}
         folder, prefix = Location.kinds
-        return prefix(url, {**own, **given}) if "://" in url else folder(url)
+        return (prefix if "://" in url else folder)(url, {**own, **given})
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -245,8 +245,7 @@ class Location(ABC):
         raise self.error(" is a local folder, not a prefix of an object store")
 
     def at(self, url: str, options: Mapping[str, Any] | None = None) -> Location:
-        """Return the location of another URL of the same store, with ``options`` in addition; a
-        folder takes none."""
+        """Return the location of another URL of the same store, with ``options`` in addition."""
         return type(self)(url, {**self.options, **(options or {})})
 
     def child(self, *names: str) -> Location:

@@ -26,13 +26,9 @@ def test_the_url_chooses_the_class(tmp_path: Path) -> None:
     assert type(Location.of("s3://bucket/x")) is type(Location.of("memory://x")) is ObjectPrefix
     place = Location.of("s3://bucket/x", {"key": "k"})
     assert place.child("a", "b").options == place.at("s3://bucket/y").options == {"key": "k"}
+    assert Location.of(tmp_path, {"key": "k"}).options == {"key": "k"}  # for exports from there
     again = pickle.loads(pickle.dumps(place))
     assert (type(again), again.url, again.options) == (ObjectPrefix, place.url, {})
-
-
-def test_a_folder_takes_no_storage_options(tmp_path: Path) -> None:
-    place = Location.of(tmp_path, {"key": "k"})
-    assert place.options == Location.of(place, {"key": "k"}).options == {}
 
 
 def test_what_was_written_is_read(place: Location) -> None:
