@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -69,31 +69,17 @@ class ObjectMover(Mover):
             with lock:
                 done(item, record)
 
-        def put(item: ChunkWrite, io: ObjectIO, url: str, budget: _Budget) -> _Put:
-            return _Put(item, io, url, budget, self.check, written)
-
-        self._transfer(writes, put)
+        if writes:
+            lane = _Lane(self, {item.array.chunk_bytes for item in writes})
+            lane.run(_Put(item, lane, self.check, written) for item in writes)
 
     def read_parts(self, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone) -> None:
         """Read parts of chunks from objects, see :meth:`Mover.read_parts`. Whole chunks are also
         compared with the commit, which detects chunks that a late writer of another save has
         overwritten."""
-
-        def get(part: ChunkPart, io: ObjectIO, url: str, budget: _Budget) -> _Get:
-            return _Get(part, io, url, budget, manifest, done)
-
-        self._transfer(parts, get)
-
-    def _transfer(
-        self, items: Sequence[T], transfer: Callable[[T, ObjectIO, str, _Budget], _Transfer[T]]
-    ) -> None:
-        if not items:
-            return
-        io, url = self.location.io(), self.location.url
-        sizes = {item.array.chunk_bytes for item in items}
-        budget = _Budget(self.options.budget_bytes, io, max(sizes))
-        transfers = (transfer(item, io, url, budget) for item in items)
-        run_requests(io, transfers, small=min(sizes) < LARGE_BYTES)
+        if parts:
+            lane = _Lane(self, {part.array.chunk_bytes for part in parts})
+            lane.run(_Get(part, lane, manifest, done) for part in parts)
 
     def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:
         """See :meth:`Mover.read_discarding`."""
@@ -156,15 +142,31 @@ class _Needs(NamedTuple):
     size: int
 
 
+class _Lane:
+    """What the transfers of one call share: the client, the URL of the location, and a budget.
+
+    Args:
+        mover: the mover.
+        sizes: sizes of the chunks in bytes.
+    """
+
+    def __init__(self, mover: ObjectMover, sizes: Collection[int]) -> None:
+        self.io, self.url = mover.location.io(), mover.location.url
+        self.budget = _Budget(mover.options.budget_bytes, self.io, max(sizes))
+        self._has_small = min(sizes) < LARGE_BYTES
+
+    def run(self, transfers: Iterable[Request]) -> None:
+        """Run the transfers."""
+        run_requests(self.io, transfers, small=self._has_small)
+
+
 @dataclass(slots=True)
 class _Transfer(Request, Generic[T]):
     """A chunk in transfer, within a budget: :meth:`needs`, then :meth:`begin`, then :meth:`end`.
     Errors of the store get its key and index."""
 
     item: T
-    io: ObjectIO
-    url: str
-    budget: _Budget
+    lane: _Lane
     _needs: _Needs | None = field(default=None, init=False)
 
     @abstractmethod
@@ -183,10 +185,10 @@ class _Transfer(Request, Generic[T]):
         """See :meth:`Request.start`."""
         with self._reporting():
             held, starting, size = self._needs = self._needs or self.needs()
-            if not self.budget.take(held + starting, size, may_wait=may_wait):
+            if not self.lane.budget.take(held + starting, size, may_wait=may_wait):
                 return False
             self.begin()
-            self.budget.give(held + starting, size, left=held)
+            self.lane.budget.give(held + starting, size, left=held)
         return True
 
     def finish(self) -> None:
@@ -194,14 +196,14 @@ class _Transfer(Request, Generic[T]):
         with self._reporting():
             self.end()
         assert self._needs is not None
-        self.budget.give(self._needs.held, self._needs.size)
+        self.lane.budget.give(self._needs.held, self._needs.size)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self.budget.stop(error)
+            self.lane.budget.stop(error)
             key, index = self.item.array.key, self.item.index
             if isinstance(error, StorageError) and error.key is None:
                 error.key, error.chunk = key, index
@@ -222,7 +224,7 @@ class _Put(_Transfer[ChunkWrite]):
         """See :meth:`_Transfer.needs`."""
         array, name = self.item.array, self.item.name
         if (stored := codecs.uncompressed_bytes(array)) > MAX_OBJECT_BYTES:
-            url = f"{self.url}/{name}"
+            url = f"{self.lane.url}/{name}"
             raise StorageError(
                 f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
                 "in smaller chunks, as the default strategy ('zarr', 2) does",
@@ -234,7 +236,7 @@ class _Put(_Transfer[ChunkWrite]):
         """See :meth:`_Transfer.begin`."""
         self._chunk = codecs.EncodedChunk(self.item.array, self.item.data())
         (parts,) = self._chunk
-        self._create = Create(self.io, self.url, self.item.name, parts, self.check)
+        self._create = Create(self.lane.io, self.lane.url, self.item.name, parts, self.check)
         self._create.start()
 
     def end(self) -> None:
@@ -261,15 +263,16 @@ class _Get(_Transfer[ChunkPart]):
 
     def begin(self) -> None:
         """See :meth:`_Transfer.begin`."""
-        array, number, verifier = self.item.array, self.item.number, self._verifier
+        io, verifier = self.lane.io, self._verifier
+        array, number = self.item.array, self.item.number
         size = verifier.last - verifier.first
         stop: int | None = verifier.last
         if not verifier.sums and size == array.chunk_bytes:
             # The commit of an older checkpoint lacks the sizes of compressed chunks.
-            is_known = codecs.stored_bytes(array, number) is not None or self.io.reads_past_end
-            stop = self.io.end_of(codecs.most_stored_bytes(array, number)) if is_known else None
+            is_known = codecs.stored_bytes(array, number) is not None or io.reads_past_end
+            stop = io.end_of(codecs.most_stored_bytes(array, number)) if is_known else None
         name = array.chunk_name(self.item.index)
-        self._answer = self.io.begin_get(name, verifier.first, stop, size=size)
+        self._answer = io.begin_get(name, verifier.first, stop, size=size)
 
     def end(self) -> None:
         """See :meth:`_Transfer.end`."""
@@ -281,7 +284,7 @@ class _Get(_Transfer[ChunkPart]):
             verifier.update(memoryview(data))
             verifier.finish()
         except codecs.BadChunkError as problem:
-            url = f"{self.url}/{part.array.chunk_name(part.index)}"
+            url = f"{self.lane.url}/{part.array.chunk_name(part.index)}"
             raise chunk_error(part.array, part.index, url, problem, self.manifest) from None
         verifier.scatter(part, verifier.chunk or data)
         counters.add(bytes_read=len(data), chunks_read=1)
