@@ -26,8 +26,8 @@ from typing import Any, Literal, Protocol, Unpack
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, SaveInProgressError
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
-from shardstore.saving.execute import Staging
 from shardstore.saving.run import run_save
+from shardstore.saving.staging import Staging
 from shardstore.serialization import save_request
 from shardstore.storage.options import SaveKeywords, SaveOptions
 from shardstore.storage.stores.location import Location

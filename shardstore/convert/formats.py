@@ -295,7 +295,8 @@ class ShardstoreTarget(Target):
     def resume(self, state: Any) -> bool:
         """Continue the attempt if it exists and owns the target; return whether it does."""
         found = checkpoints.resumed(self._goal, state, self._options)
-        self._attempt = found or self._attempt
+        if found is not None:
+            self._attempt = found
         return found is not None
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:

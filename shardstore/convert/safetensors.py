@@ -106,7 +106,7 @@ class SafetensorsTarget(FileTarget):
             self._files.create(self._layout)
             return known
         self._files = StreamedFiles(self._at.remote, self._layout.sizes, self._part_bytes)
-        sizes = {name: size for name, size, _ in self._at.remote.details()}
+        sizes = self._at.sizes(self._layout.sizes)
         done = {name for name in self._layout.sizes if sizes.get(name) == self._layout.sizes[name]}
         return {at: row for at, row in known.items() if self._layout.places[at[0]][0] in done}
 
@@ -121,17 +121,17 @@ class SafetensorsTarget(FileTarget):
         return [None] * len(chunks)
 
     def _write(self, name: str, start: int, data: memoryview) -> None:
-        """Write a range of a file, the first one of an object store after the header."""
+        """Write a range of a file, the first one after the header."""
         assert self._files is not None  # it has begun
         head = self._layout.heads[name]
-        if start == len(head) and not self._at.is_local:
+        if start == len(head):
             self._files.write(name, 0, memoryview(head))
         self._files.write(name, start, data)
 
     def finish(self, receipts: Receipts) -> Read:
         """Write the files without elements, and open all files for reading."""
         for name, head in self._layout.heads.items():
-            if not self._at.is_local and len(head) == self._layout.sizes[name]:
+            if len(head) == self._layout.sizes[name]:
                 self._at.write(name, head)
         return SafetensorsSource(self._at, list(self._layout.sizes)).read
 

@@ -42,10 +42,10 @@ from shardstore.mapping import (
     flat_bounds,
     is_main_replica,
 )
-from shardstore.saving.execute import Staging
 from shardstore.saving.plan import parts_of, plain_tensor
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
+from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME

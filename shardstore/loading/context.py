@@ -134,9 +134,10 @@ def opened(
     location = Location.of(checkpoint_dir, storage_options)
     context = context_of(location)
     if context is not running.get():
-        start = location.read_ahead(["zarr.json"], START_BYTES)
-        if len(start.get("zarr.json") or b"") < START_BYTES:
-            context = replace(context, stored=StoredCheckpoint(location, documents=start))
+        documents = location.read_ahead(["zarr.json"], START_BYTES)
+        if len(documents.get("zarr.json") or b"") == START_BYTES:
+            (documents["zarr.json"],) = location.read_many(["zarr.json"])
+        context = replace(context, stored=StoredCheckpoint(location, documents=documents))
     with context.stored.unless_replaced():
         yield context
 

@@ -36,8 +36,6 @@ logger = logging.getLogger("shardstore.manager")
 MARK = "checkpoint_manager"
 """Member of a checkpoint's content metadata: step, metrics and time of the save. A manager deletes
 only checkpoints that have it."""
-READS = 16
-"""Number of commits that are read at a time from an object store."""
 
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*|")
 

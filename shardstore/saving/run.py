@@ -157,7 +157,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> Part:
     target = Location.of(request.checkpoint_dir, options.storage_options)
     base = None if options.base is None else Location.of(options.base)
     if base is not None and not base.options:
-        base = Location.of(base, target.options or options.storage_options)
+        base = Location.of(base, target.options)
     if options.replica_group is not None:
         require_group("replica_group", options.replica_group)
     require_bool("verify_integrity", request.verify_integrity)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from shardstore.coverage import (
     Layouts,
@@ -38,6 +38,7 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, S
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.plain import PlainValues
+from shardstore.saving.staging import Staging
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover
@@ -52,9 +53,6 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.async_utils import AsyncRequest, OwnProcessCall
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy, running
-
-if TYPE_CHECKING:
-    from shardstore.saving.execute import Staging
 
 logger = logging.getLogger(__name__)
 

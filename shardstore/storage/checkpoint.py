@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     # The modules that read chunks import NumPy, which a listing does not need.
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import ReadDone, RegionRead
-    from shardstore.storage.movers.mover import Mover
 
 SHOWN = 4
 """Number of arrays that an error names at most."""
@@ -319,17 +318,12 @@ class StoredCheckpoint:
         unknown = {read.array.node: read.array for read in reads if read.array.crcs is None}
         for array in unknown.values():
             self.require_chunks(array)
-        with self.unless_replaced():
-            self._mover.read(reads, self._manifest, done)
-
-    @cached_property
-    def _mover(self) -> Mover:
-        from shardstore.storage.movers.mover import Mover
+        from shardstore.storage.movers.mover import DEFAULTS, Mover
         from shardstore.storage.options import SaveOptions
 
-        if self._threads is None:
-            return Mover.of(self.location)
-        return Mover.of(self.location, SaveOptions(threads=self._threads))
+        with self.unless_replaced():
+            options = SaveOptions(threads=self._threads) if self._threads else DEFAULTS
+            Mover.of(self.location, options).read(reads, self._manifest, done)
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one reading thread reads the manifest, the others wait

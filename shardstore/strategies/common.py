@@ -32,8 +32,6 @@ from shardstore.values.torch_values import load_bytes, require_loadable
 
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
-READ_TOGETHER = 64
-"""Number of objects that are read from an object store at a time."""
 
 
 def load_file(name: str, data: bytes, url: str, key: str) -> Any:

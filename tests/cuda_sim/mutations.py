@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tests.cuda_sim.simulation import ROOT, run
 
 DEVICE = "shardstore/storage/movers/device.py"
-EXECUTE = "shardstore/saving/execute.py"
+STAGING = "shardstore/saving/staging.py"
 OVERWRITTEN = "saving.py::test_the_state_is_overwritten_right_after_the_call"
 SYNCHRONISATIONS = {
     "behind",
@@ -232,42 +232,42 @@ MUTATIONS = [
     ),
     Mutation(
         "a round is copied before it is written",
-        EXECUTE,
+        STAGING,
         "                    self._wait_for_devices()\n                    write(",
         "                    write(",
         OVERWRITTEN,
     ),
     Mutation(
         "a save returns when the copies are complete",
-        EXECUTE,
+        STAGING,
         "            if waits:\n                self._wait_for_devices()\n",
         "",
         OVERWRITTEN,
     ),
     Mutation(
         "the copies are complete before they are written",
-        EXECUTE,
+        STAGING,
         "            raise self.error\n        self._wait_for_devices()\n",
         "            raise self.error\n",
         OVERWRITTEN,
     ),
     Mutation(
         "wait_staged() waits for the devices",
-        EXECUTE,
+        STAGING,
         "        self._wait_for_devices(host=host)\n",
         "",
         OVERWRITTEN,
     ),
     Mutation(
         "wait_staged() waits for the thread that queues the copies",
-        EXECUTE,
+        STAGING,
         "        if not self._complete.wait(timeout):\n            return False\n",
         "",
         OVERWRITTEN,
     ),
     Mutation(
         "memory is given back when its copies are complete",
-        EXECUTE,
+        STAGING,
         "            self.wait(host=True)\n            if self._arena",
         "            if self._arena",
         "errors.py::test_memory_of_an_aborted_copy_is_given_back_when_it_is_complete",

@@ -10,7 +10,7 @@ import pytest
 from tests.cuda_sim.simulation import IS_MADE, MISSING, ROOT, run
 
 GPU_TESTS = [
-    "tests/unit/saving/test_execute.py",
+    "tests/unit/saving/test_staging.py",
     "tests/unit/storage/movers/test_device.py",
     "tests/unit/test_serialization_partial_loads.py",
 ]

@@ -14,8 +14,8 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import RanksError, SaveInProgressError
-from shardstore.saving.execute import POOL
 from shardstore.saving.session import SaveSession
+from shardstore.saving.staging import POOL
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy

@@ -97,11 +97,9 @@ class Attempt(ABC):
             StorageError: the store failed, or a newer attempt owns the target.
         """
 
+    @abstractmethod
     def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
-        """Write documents, see :meth:`put_all`, and chunks by ``work``. In a folder one after the
-        other, because threads that create small files hold each other up."""
-        work()
-        self.put_all(documents)
+        """Write documents, see :meth:`put_all`, and chunks by ``work``, in the better order."""
 
     def flush(self) -> None:  # noqa: B027 (what a store acknowledged is durable)
         """Wait until everything that this rank wrote is durable."""

@@ -39,11 +39,6 @@ class Commits(Protocol[P]):
     def sweep_below(self, place: P, older_than: timedelta, dry_run: bool) -> list[Leftover]: ...
 
 
-def commits_at(place: Location) -> Commits[Any]:
-    """Return how checkpoints are committed at a place."""
-    return _COMMITS[type(place)]
-
-
 _COMMITS: Mapping[type[Location], Commits[Any]] = {LocalFolder: folder, ObjectPrefix: objects}
 
 
@@ -61,18 +56,18 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
             "checkpoint, or save elsewhere",
             CheckpointExistsError,
         )
-    return commits_at(place).begin(place, options)
+    return _COMMITS[type(place)].begin(place, options)
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
     """Return the attempt that the coordinator began. Every other rank calls it."""
-    return commits_at(place).join(place, attempt_id, options)
+    return _COMMITS[type(place)].join(place, attempt_id, options)
 
 
 def resumed(place: Location, attempt_id: str, options: SaveOptions) -> Attempt | None:
     """Take over the attempt of a dead process, so that this process continues it. Return ``None``
     if the attempt has been swept, or no longer owns its target."""
-    return commits_at(place).resumed(place, attempt_id, options)
+    return _COMMITS[type(place)].resumed(place, attempt_id, options)
 
 
 def dead_targets(
@@ -84,7 +79,7 @@ def dead_targets(
     Raises:
         StorageError: the store failed.
     """
-    return commits_at(root).dead_targets(root, older_than)
+    return _COMMITS[type(root)].dead_targets(root, older_than)
 
 
 def sweep(
@@ -117,7 +112,7 @@ def sweep(
     require_bool("dry_run", dry_run)
     place = Location.of(root, storage_options)
     place.require_no_file()
-    return commits_at(place).sweep_below(place, older_than, dry_run)
+    return _COMMITS[type(place)].sweep_below(place, older_than, dry_run)
 
 
 def latest(
@@ -158,7 +153,7 @@ def delete_checkpoint(
     """
     location = Location.of(place, storage_options)
     require_checkpoint(location)
-    commits_at(location).delete(location)
+    _COMMITS[type(location)].delete(location)
 
 
 def require_checkpoint(location: Location) -> None:

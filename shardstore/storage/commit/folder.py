@@ -24,7 +24,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -110,6 +110,11 @@ class FolderAttempt(Attempt):
                     write_file(f"{folder}/{name}", [[data]])
 
         run_batched(documents, work, threads=default_threads(), batch_weight=64)
+
+    def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
+        """Write one after the other, because threads that create small files hold each other up."""
+        work()
+        self.put_all(documents)
 
     def flush(self) -> None:
         """Wait until everything that this rank wrote is on the disk."""

@@ -120,15 +120,12 @@ class Files:
     def flush_beside(self, work: Callable[[], None]) -> None:
         """Write the collected files, and chunks by ``work``, in the better order. Raises the errors
         of :meth:`put`."""
-        self._attempt.put_beside(self._taken(), work)
+        kept, self._kept, self._kept_bytes = self._kept, [], 0
+        self._attempt.put_beside(kept, work)
 
     def flush(self) -> None:
         """Write the collected files. Raises the errors of :meth:`put`."""
-        self._attempt.put_all(self._taken())
-
-    def _taken(self) -> list[tuple[str, bytes]]:
-        kept, self._kept, self._kept_bytes = self._kept, [], 0
-        return kept
+        self.flush_beside(lambda: None)
 
 
 def write_chunks(

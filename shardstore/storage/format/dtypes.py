@@ -81,6 +81,7 @@ def check(name: object, url: str | None = None) -> None:
         )
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy data type of a Zarr name; from ml_dtypes for types that NumPy lacks, and a
     structured type for :data:`PACKED`.
@@ -110,6 +111,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
+@cache
 def itemsize(name: str) -> int:
     """Return the size of an element in bytes. Raise errors as :func:`numpy_dtype`."""
     check(name)

@@ -33,6 +33,8 @@ from shardstore.storage.movers.verify import ChunkVerifier
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
+DEFAULTS = SaveOptions()
+
 
 @dataclass(frozen=True)
 class Mover(ABC):
@@ -47,7 +49,7 @@ class Mover(ABC):
     """
 
     location: Location
-    options: SaveOptions = SaveOptions()  # noqa: RUF009 (frozen)
+    options: SaveOptions = DEFAULTS
     check: Callable[[], None] = lambda: None
 
     kinds: ClassVar[Mapping[type[Location], type[Mover]]]
@@ -56,7 +58,7 @@ class Mover(ABC):
     @staticmethod
     def of(
         location: Location,
-        options: SaveOptions = SaveOptions(),  # noqa: B008 (frozen)
+        options: SaveOptions = DEFAULTS,
         check: Callable[[], None] = lambda: None,
     ) -> Mover:
         """Return the mover for a location."""

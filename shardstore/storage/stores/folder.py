@@ -116,10 +116,6 @@ class LocalFolder(Location):
         """See :attr:`Location.place`."""
         return Path(self.url)
 
-    def at(self, url: str, options: Mapping[str, Any] | None = None) -> LocalFolder:
-        """See :meth:`Location.at`."""
-        return LocalFolder(url)
-
     @staticmethod
     def real(place: Location) -> LocalFolder:
         """Return the folder that a place leads to by symbolic links."""
@@ -144,7 +140,8 @@ class LocalFolder(Location):
 
     def threads(self, size_bytes: int = 0) -> int:
         """See :meth:`Location.threads`."""
-        return min(default_threads(), 1 + size_bytes // READ_BYTES)
+        share = 1 + size_bytes // READ_BYTES
+        return 1 if share == 1 else min(default_threads(), share)
 
     def buffer_bytes(self, budget_bytes: int) -> int:
         """See :meth:`Location.buffer_bytes`."""

@@ -200,14 +200,14 @@ class Location(ABC):
             return place.at(place.url, given) if given else place
         url, own = url_of(place), place.options if isinstance(place, StoreUrl) else {}
         folder, prefix = Location.kinds
-        return prefix(url, {**own, **given}) if "://" in url else folder(url)
+        return (prefix if "://" in url else folder)(url, {**own, **given})
 
     # -- names -------------------------------------------------------------------------------------
 
     @property
     def is_local(self) -> bool:
         """Whether the location is a folder of the operating system."""
-        return self.driver == "file"
+        return "://" not in self.url
 
     @property
     def is_s3(self) -> bool:
@@ -245,8 +245,7 @@ class Location(ABC):
         raise self.error(" is a local folder, not a prefix of an object store")
 
     def at(self, url: str, options: Mapping[str, Any] | None = None) -> Location:
-        """Return the location of another URL of the same store, with ``options`` in addition; a
-        folder takes none."""
+        """Return the location of another URL of the same store, with ``options`` in addition."""
         return type(self)(url, {**self.options, **(options or {})})
 
     def child(self, *names: str) -> Location:
@@ -483,7 +482,8 @@ class Location(ABC):
     @abstractmethod
     def copy_from(self, source: Location, name: str) -> bool:
         """Copy a file within the store if there is none of its name here; on a disk by a hard link.
-        Many object stores ignore the condition and overwrite.
+        Many object stores ignore the condition and overwrite. This folder must exist: one that
+        another process removed is not made again.
 
         Returns:
             Whether the file was copied.

@@ -22,6 +22,9 @@ from shardstore.storage.stores.object_io import ObjectIO, Request, run_requests
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
 
+THREADS, DOCUMENT_THREADS = 16, 64
+"""Threads that read chunks, and small documents. Each thread has one request at a time."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -97,7 +100,7 @@ class ObjectPrefix(Location):
 
     def threads(self, size_bytes: int = 0) -> int:
         """See :meth:`Location.threads`."""
-        return 16 if size_bytes else 64
+        return THREADS if size_bytes else DOCUMENT_THREADS
 
     def is_damage(self, error: BaseException) -> bool:
         """See :meth:`Location.is_damage`."""
@@ -226,6 +229,7 @@ class _Get(Request):
     def finish(self) -> None:
         """See :meth:`Request.finish`."""
         data = self._get()
+        del self._get  # frees TensorStore's copy
         require_size(data, f"{self.url}/{self.name}", self.size)
         self.found = None if data is None else bytes(data)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardstore.saving import execute
+from shardstore.saving import staging
 from tests.cuda_sim import simulation
 from tests.cuda_sim.states import on_host
 
@@ -23,7 +23,7 @@ def nothing_is_left(
 ) -> Iterator[None]:
     before = simulation.faults()
     assert torch.cuda.device_count() == 2
-    monkeypatch.setattr(execute, "POOL", execute.HostPool())
+    monkeypatch.setattr(staging, "POOL", staging.HostPool())
     yield
     simulation.delay(0)
     assert torch.cuda.current_device() == 0

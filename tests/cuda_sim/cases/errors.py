@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.saving import execute
-from shardstore.saving.execute import Staging
+from shardstore.saving import staging as module
 from shardstore.saving.plan import DevicePart
+from shardstore.saving.staging import Staging
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -111,12 +111,12 @@ def test_memory_of_an_aborted_copy_is_given_back_when_it_is_complete(
     """Else the copy would overwrite the next save's."""
     queued: list[int] = []
 
-    class Pool(execute.HostPool):
-        def give_back(self, arena: execute.Arena) -> None:
+    class Pool(module.HostPool):
+        def give_back(self, arena: module.Arena) -> None:
             queued.append(simulation.queued_copies())
             super().give_back(arena)
 
-    monkeypatch.setattr(execute, "POOL", Pool())
+    monkeypatch.setattr(module, "POOL", Pool())
     staging = queued_copy()
     staging.fail(RuntimeError("aborted"))
     staging.close()
@@ -134,7 +134,7 @@ def test_an_aborted_queue_leaves_nothing_registered(training: Training, persiste
         if thread.name == "shardstore-save":
             thread.join()
     gc.collect()
-    assert simulation.registered() == int(execute.POOL._free is not None)
+    assert simulation.registered() == int(module.POOL._free is not None)
     training.require_right()
 
 
@@ -204,10 +204,10 @@ def test_refused_unlocking_is_a_warning(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.require_right()
-    assert execute.POOL._free is not None
-    address = execute.POOL._free.memory.ctypes.data
+    assert module.POOL._free is not None
+    address = module.POOL._free.memory.ctypes.data
     with simulation.failing("cudaHostUnregister", 999), caplog.at_level(logging.WARNING):
-        execute.POOL._free = None
+        module.POOL._free = None
     assert "unlocking page-locked memory failed with CUDA error 999" in caplog.text
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstore.saving import execute
-from shardstore.saving.execute import HostPool, Staging
+from shardstore.saving import staging as module
 from shardstore.saving.plan import DevicePart
+from shardstore.saving.staging import HostPool, Staging
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -54,7 +54,7 @@ def test_strides_and_data_types_keep_their_bits(dtype: type) -> None:
 
 def test_memory_is_reused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HostPool()
-    monkeypatch.setattr(execute, "POOL", pool)
+    monkeypatch.setattr(module, "POOL", pool)
     places = set()
     for _ in range(3):
         staging = Staging(writes_of(4, 4096))
