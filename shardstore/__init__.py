@@ -57,7 +57,7 @@ __all__ = sorted(_WHERE)
 
 def __getattr__(name: str) -> object:
     if name in _WHERE:
-        from shardstore.storage.movers.collector import collector_paused
+        from shardstore.storage.runtime.collector import collector_paused
 
         with collector_paused():  # garbage collection slows the imports of a first save
             value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)

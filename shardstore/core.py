@@ -144,7 +144,5 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
         FileNotFoundError: the folder does not exist.
     """
     location, data = Location.of(checkpoint_dir), json.dumps(asdict(config)).encode()
-    if location.is_local:
-        Path(location.url, CONFIG_FNAME).write_bytes(data)
-    else:
-        location.write(CONFIG_FNAME, data)
+    location.require_folder()
+    location.write(CONFIG_FNAME, data)

@@ -105,9 +105,9 @@ class _Stored(_Strategy):  # type: ignore[misc]
 
         def meta() -> bytes | None:
             is_ours = not place.is_local or is_checkpoint(place)
-            checkpoint: Any = shardstore.open(place.place) if is_ours else {}
-            if place.is_local and META not in checkpoint:
+            if not is_ours:
                 return None
+            checkpoint: Any = shardstore.open(place.place)
             return np.asarray(checkpoint[META][...]).tobytes()
 
         data, _ = Ranks.current().step(f"reading {META} of {place.url}", meta)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Callable
 from enum import Enum
@@ -33,6 +32,7 @@ from shardstore.mapping import (
 )
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
+from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.stores.location import Location
 from shardstore.strategies import base
 from shardstore.values import torch_dump
@@ -271,15 +271,15 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> CheckpointingConfig:
     """
     config = maybe_load_config(checkpoint_dir)
     if config is None:
-        url, is_local = str(checkpoint_dir), "://" not in str(checkpoint_dir)
-        if is_local and not os.path.exists(url):
+        url, location = str(checkpoint_dir), Location.of(checkpoint_dir)
+        if location.is_missing():
             raise errors.NotACheckpointError(f"Checkpoint directory {url} does not exist", url=url)
-        kind, hint = "not a distributed checkpoint", instead(Location.of(checkpoint_dir))
-        if is_local and os.path.isfile(url):
+        kind, hint = "not a distributed checkpoint", instead(location)
+        if location.is_file():
             kind, hint = "a file", hint or "give the folder that save() wrote"
         hint = hint or (
             f"it has no readable metadata.json"
-            f"{'' if is_local else ', or not the zarr.json that commits it'}. "
+            f"{', or not the zarr.json that commits it' if location.exists(CONFIG_NAME) else ''}. "
             f"A save that did not finish leaves such a directory"
         )
         raise errors.NotACheckpointError(f"{url} is {kind}: {hint}", url=url)

@@ -92,7 +92,7 @@ class BytesRead:
     def _counts(self) -> tuple[int, int]:
         ours = 0
         if "shardstore" in sys.modules:
-            from shardstore.storage.movers.counters import counters
+            from shardstore.storage.runtime.counters import counters
 
             ours = counters["bytes_read"]
         return _fields(Path("/proc/self/io"), ("rchar",))[0], ours

@@ -50,7 +50,8 @@ class Road:
                     self.calls[code] += 1
                     self.depth = max(self.depth, len(stack))
                     is_chunk = code.co_name == "write_file" and f"{place}.".startswith("c.")
-                    self._arrived = is_chunk or code.co_filename.endswith("/checksums.py")
+                    reads = code.co_name in ("read_chunks", "read_file")
+                    self._arrived = is_chunk or (reads and code.co_filename.endswith("/files.py"))
 
         for watch in (threading.setprofile, sys.setprofile):
             watch(see)

@@ -75,7 +75,7 @@ def gc(
     from shardstore.storage.commit.checkpoints import sweep
 
     (location,) = opt.locate(storage_option, root)
-    if location.is_local and not location.is_dir():
+    if location.is_missing() or location.is_file():
         text = " is not a folder; give the folder that holds the checkpoints"
         raise location.error(text, opt.UsageProblem)
     found = sweep(location, dry_run=not delete, older_than=timedelta(hours=older_than))
@@ -103,7 +103,7 @@ def rm(
     from shardstore.storage.commit.checkpoints import delete_checkpoint, require_checkpoint
 
     (location,) = opt.locate(storage_option, checkpoint)
-    if location.is_local and location.path.is_symlink():
+    if location.is_link():
         target = os.path.realpath(location.url)
         raise opt.UsageProblem(
             f"{location.url} is a symbolic link to {target}; nothing was removed. Give {target} to "

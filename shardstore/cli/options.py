@@ -107,7 +107,7 @@ def locate(options: Sequence[str] | None, *places: str) -> list[Location]:
         UsageProblem: an option is not NAME=VALUE.
     """
     locations = [Location.of(place, parse_options(options)) for place in places]
-    if options and all(location.is_local for location in locations):
+    if options and not any(location.options for location in locations):
         urls = " and ".join(location.url for location in locations)
         complain(f"--storage-option has no effect: it is for object stores, not for {urls}")
     return locations

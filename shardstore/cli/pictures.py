@@ -22,7 +22,7 @@ from shardstore.cli.printing import answer, complain
 from shardstore.inspection.opened import clean, counted, human_bytes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
-from shardstore.storage.stores.location import store_errors
+from shardstore.storage.stores.folder import store_errors
 
 if TYPE_CHECKING:
     from shardstore.inspection.opened import StoredArray

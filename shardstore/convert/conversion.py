@@ -32,8 +32,8 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.options import require_bool, require_number
+from shardstore.storage.runtime.parallel import in_rounds
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:
@@ -128,10 +128,8 @@ def convert(
     place = Location.of(source, source_options)
     goal = Location.of(target, target_options)
     _require_apart(place, goal)
-    parent, _, name = goal.url.rpartition("/")
-    if not name or (not goal.is_local and parent.endswith("/")):
+    if (beside := goal.parent()) is None:
         raise goal.error(" is a whole store: name a folder in it as the target", ArgumentError)
-    beside = Location(parent or "/", goal.options)
     found = source_format or detect(place)
     by_name = "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
     wanted = target_format or by_name
@@ -236,7 +234,7 @@ def detect(place: Location) -> str:
         NotACheckpointError: there is no checkpoint of a known format.
         StorageError: the store failed.
     """
-    if is_file_name(place.name) or (place.is_local and place.path.is_file()):
+    if is_file_name(place.name) or place.is_file():
         return "safetensors"
     names = place.listing()
     if not names and not place.is_dir():
@@ -276,7 +274,7 @@ def open_source(place: Location, source_format: str) -> Source:
 def _require_apart(source: Location, target: Location) -> None:
     """Raise :class:`ArgumentError` if source and target are the same or one lies inside the other,
     also through links."""
-    is_inside, is_around = _within(target, source), _within(source, target)
+    is_inside, is_around = target.is_within(source), source.is_within(target)
     if is_inside or is_around:
         where = "lies inside the source" if is_inside else "holds the source"
         where = "is the source itself" if is_inside and is_around else where
@@ -285,17 +283,6 @@ def _require_apart(source: Location, target: Location) -> None:
             "folder beside the source",
             url=target.url,
         )
-
-
-def _within(inner: Location, outer: Location) -> bool:
-    """Return whether a place is another one, or lies inside it, also through links."""
-    if not (inner.is_local and outer.is_local):
-        return f"{inner.url}/".startswith(f"{outer.url}/")
-    path = inner.path.resolve()
-    with suppress(OSError):  # ``outer`` does not exist
-        # A mount gives a folder a second name.
-        return any(p.samefile(outer.path) for p in (path, *path.parents) if p.exists())
-    return False
 
 
 class _Journal:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +38,9 @@ from typing import Any
 
 import msgspec
 
-from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError, damaged
+from shardstore.errors import CheckpointExistsError, CheckpointingException, damaged
 from shardstore.inspection import opened
-from shardstore.storage.commit import checkpoints, folder
+from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.publish import About, Files, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -51,7 +50,8 @@ from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, node
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.stores.folder import store_errors
+from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text
 
@@ -127,10 +127,9 @@ class FileTarget(Target):
     """
 
     def __init__(self, work: Location, goal: Location, last: str, ours: str) -> None:
-        is_empty = goal.is_dir() and not goal.listing()
-        if goal.exists("" if goal.is_local else last) and not is_empty:
+        if not goal.is_free(last):
             raise _exists(goal)
-        self._at = work if goal.is_local or not last else goal
+        self._at = goal.staging(work, last)
         self._goal, self._ours = goal, ours
 
     def start(self, left: Any) -> Any:
@@ -139,20 +138,16 @@ class FileTarget(Target):
         Raises:
             CheckpointExistsError: the target, in an object store, has files of another program.
         """
-        if self._at.is_local:
-            self._at.delete()
-            with store_errors("creating", self._at.url):
-                os.makedirs(self._at.url)
-            return True
+        self._at.make_empty_folder()
         names = self._at.listing()
         if names and left is None:
             raise _exists(self._at, f" and holds {', '.join(names[:4])}")
-        self._at.remote.delete([name for name in names if re.fullmatch(self._ours, name)])
+        self._at.delete_all([name for name in names if re.fullmatch(self._ours, name)])
         return True
 
     def resume(self, state: Any) -> bool:
         """Return whether the work folder exists; always true in an object store."""
-        return not self._at.is_local or self._at.is_dir()
+        return not self._at.is_missing()
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
         """Return the tensor on a grid whose chunks are contiguous ranges of the tensor."""
@@ -166,10 +161,10 @@ class FileTarget(Target):
         Raises:
             CheckpointExistsError: the target has appeared meanwhile.
         """
-        if self._at.is_local:
+        if self._at is not self._goal:
             self._at.write(last, data)
             self.put_in_place(self._at)
-        elif not self._at.remote.create(last, data):
+        elif not self._at.create(last, data):
             raise _exists(self._goal)
 
     def put_in_place(self, made: Location) -> None:
@@ -180,10 +175,7 @@ class FileTarget(Target):
                 self._goal.path.rmdir()
             if self._goal.exists():
                 raise _exists(self._goal)
-            if self._goal.is_local:
-                made.path.rename(self._goal.path)
-            else:
-                self._goal.remote.become_copy_of(made.remote)
+            self._goal.publish(made)
 
 
 def _exists(goal: Location, what: str = "") -> CheckpointingException:
@@ -295,23 +287,16 @@ class ShardstoreTarget(Target):
 
     def start(self, left: Any) -> Any:
         """Abandon the attempt of an earlier run, begin a new one, and return its id."""
-        if left is not None and self._goal.is_local and (old := folder.resumed(self._goal, left)):
+        if left is not None and (old := checkpoints.resumed(self._goal, left, self._options)):
             old.abandon()
         self._attempt = checkpoints.begin(self._goal, self._options)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:
         """Continue the attempt if it exists and owns the target; return whether it does."""
-        if self._goal.is_local:
-            found = folder.resumed(self._goal, state, overwrite=self._options.overwrite)
-            self._attempt = found or self._attempt
-            return found is not None
-        self._attempt = checkpoints.join(self._goal, state, self._options)
-        try:
-            self._attempt.check()
-        except StorageError:
-            return False
-        return True
+        found = checkpoints.resumed(self._goal, state, self._options)
+        self._attempt = found or self._attempt
+        return found is not None
 
     def array(self, meta: ArrayMeta, boxes: Sequence[Box], most_bytes: int) -> ArrayMeta:
         """Return the tensor on a grid whose chunks cross few or no shard borders of the source."""
@@ -352,7 +337,7 @@ class ShardstoreTarget(Target):
         def done(item: ChunkWrite, record: ChunkRecord) -> None:
             found[item.array.key, item.index] = msgspec.to_builtins(record)
 
-        Mover(self._attempt.location, self._options, self._attempt).write(chunks, done)
+        Mover.of(self._attempt.location, self._options, self._attempt.check).write(chunks, done)
         return [found[chunk.array.key, chunk.index] for chunk in chunks]
 
     def finish(self, receipts: Receipts) -> Read:
@@ -360,7 +345,7 @@ class ShardstoreTarget(Target):
         for (key, index), receipt in receipts.items():
             record = msgspec.convert(receipt, ChunkRecord)
             self._manifest.add_chunk(self._arrays[key], index, record)
-        return Mover(self._attempt.location, self._options).read
+        return Mover.of(self._attempt.location, self._options).read
 
     def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected bytes and stored bytes of each file, and of the root document's

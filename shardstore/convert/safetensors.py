@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,18 +13,16 @@ import msgspec
 from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipts, record_of
 from shardstore.errors import ArgumentError
 from shardstore.hf.files import INDEX_NAME, FileLayout, WeightFiles, damaged
+from shardstore.hf.places import FolderFiles, StreamedFiles
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.ranges import read_bytes
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.stores.location import Location
 from shardstore.values.record import MEMBER, StateRecord
 
-MAX_PARTS = 9000
-"""Parts of an upload; S3 allows 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
 MIN_PART_BYTES = 8 * 1024 * 1024
 MAX_PART_BYTES = 64 * 1024 * 1024
-
 
 STATE_METADATA = "shardstore.state_dict"
 """Name of the metadata entry that holds the values that are not tensors."""
@@ -77,8 +73,8 @@ class SafetensorsTarget(FileTarget):
         names = r"model-\d{5}-of-\d{5}\.safetensors"
         super().__init__(work, goal, "" if self._single else INDEX_NAME, names)
         self._file_bytes = sys.maxsize if self._single else file_bytes
-        self._budget = budget_bytes
-        self._stream: Any = None
+        self._part_bytes = max(MIN_PART_BYTES, min(MAX_PART_BYTES, budget_bytes // 4))
+        self._files: FolderFiles | StreamedFiles | None = None
 
     def prepare(self, arrays: Arrays, extras: Extras) -> None:
         """Assign the tensors to files in the given order.
@@ -106,12 +102,10 @@ class SafetensorsTarget(FileTarget):
     def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
         """Write the headers, and find the files that are complete."""
         if self._at.is_local:
-            for name, head in self._layout.heads.items():
-                path = f"{self._at.url}/{name}"
-                with open(path, "r+b" if os.path.exists(path) else "w+b") as file:
-                    file.write(head)
-                    file.truncate(self._layout.sizes[name])
+            self._files = FolderFiles(self._at.url)
+            self._files.create(self._layout)
             return known
+        self._files = StreamedFiles(self._at.remote, self._layout.sizes, self._part_bytes)
         sizes = {name: size for name, size, _ in self._at.remote.details()}
         done = {name for name in self._layout.sizes if sizes.get(name) == self._layout.sizes[name]}
         return {at: row for at, row in known.items() if self._layout.places[at[0]][0] in done}
@@ -121,33 +115,18 @@ class SafetensorsTarget(FileTarget):
         for chunk in chunks:
             name, start = self._layout.places[chunk.array.key]
             values = chunk.data()
-            data = as_bytes(values).data
-            if not self._at.is_local:
-                self._upload(name, data)
-                continue
             corner = chunk.array.grid.box(chunk.index).offset
             first = Grid(chunk.array.shape, (1,) * values.ndim).linear(corner)
-            path = f"{self._at.url}/{name}"
-            with store_errors("writing", path), open(path, "r+b") as file:
-                file.seek(start + first * values.itemsize)
-                file.write(data)
+            self._write(name, start + first * values.itemsize, as_bytes(values).data)
         return [None] * len(chunks)
 
-    def _upload(self, name: str, data: memoryview) -> None:
-        """Continue an upload, or begin the next one."""
-        size = self._layout.sizes[name]
-        with self._at.remote.errors("writing", name):
-            if self._stream is None:
-                part_bytes = min(MAX_PART_BYTES, self._budget // 4)
-                part_bytes = max(MIN_PART_BYTES, part_bytes, size // MAX_PARTS)
-                self._stream = self._at.remote.stream(name, part_bytes)
-                self._stream.write(self._layout.heads[name])
-            # Write small pieces, so that the stream can send full parts in between.
-            for start in range(0, len(data), MIN_PART_BYTES):
-                self._stream.write(data[start : start + MIN_PART_BYTES])
-            if self._stream.tell() == size:
-                self._stream.close()
-                self._stream = None
+    def _write(self, name: str, start: int, data: memoryview) -> None:
+        """Write a range of a file, the first one of an object store after the header."""
+        assert self._files is not None  # it has begun
+        head = self._layout.heads[name]
+        if start == len(head) and not self._at.is_local:
+            self._files.write(name, 0, memoryview(head))
+        self._files.write(name, start, data)
 
     def finish(self, receipts: Receipts) -> Read:
         """Write the files without elements, and open all files for reading."""
@@ -175,6 +154,5 @@ class SafetensorsTarget(FileTarget):
 
     def stop(self) -> None:
         """Abort an upload, so that the store does not keep its parts."""
-        if self._stream is not None:
-            with suppress(Exception):
-                self._stream.discard()
+        if isinstance(self._files, StreamedFiles):
+            self._files.discard()

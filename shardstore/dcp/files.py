@@ -12,12 +12,14 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
+from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -36,19 +38,18 @@ from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.format.names import COMMON_OBJECT, DCP_METADATA_NAME, require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.ranges import (
-    FileBox,
-    RangeFile,
-    for_each_region,
-    read_boxes,
-    read_bytes,
-)
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.movers.ranges import FileBox, read_bytes
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import state_path
 from shardstore.values.torch_archive import Records
 from shardstore.values.torch_dump import dump
 from shardstore.values.torch_values import BoundedUnpickler, load_bytes
 
+BATCH_BYTES = 4 * 1024 * 1024
+BLOCK_BYTES = 64 * 1024
+"""Block size of reads of the small structures in a file, in bytes."""
 ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 """Megatron-Core's name for the shape of a tensor that is stored as flattened ranges."""
 
@@ -218,7 +219,7 @@ class DcpFiles:
             DamagedCheckpointError: a file does not match the metadata, or a part of a region is
                 not stored.
         """
-        for_each_region(reads, lambda read: self._read_one(read, done))
+        _for_each_region(reads, lambda read: self._read_one(read, done))
 
     def _read_one(self, read: RegionRead, done: ReadDone) -> None:
         key, box = read.array.key, read.box
@@ -258,7 +259,7 @@ class DcpFiles:
         what = f"key {key!r} at offset {at}: {path} holds no such tensor at byte {first}"
         try:
             with errors.as_damage(path, what, key):
-                view = RangeFile(self.location, name, first, extent.length)
+                view = _RangeFile(self.location, name, first, extent.length)
                 found = load_bytes(view, path, key, meta=True)
                 if not isinstance(found, torch.Tensor) or found.shape != part.stored_shape:
                     raise ValueError("the stored item is not a tensor of this shape")
@@ -275,7 +276,7 @@ class DcpFiles:
                     raise ValueError("the tensor is truncated")
                 first += records.start("data/0") + part.first * out.dtype.itemsize
                 one = FileBox(name, first, part.box.shape, within, out)
-                read_boxes(self.location, [one], lambda *_: None)
+                Mover.of(self.location).read_boxes([one], lambda *_: None)
         except FileNotFoundError:
             raise _missing(f"key {key!r} at offset {at}", path, key) from None
         except errors.StorageError as error:
@@ -409,3 +410,41 @@ def _unfolded(
         out.append(StoredPart(Box(offset, box.shape), part.extent, part.box.shape, first))
         first += box.size
     return out
+
+
+def _for_each_region(reads: Sequence[RegionRead], read: Callable[[RegionRead], None]) -> None:
+    """Call ``read`` for each region, from several threads."""
+
+    def work(batch: Sequence[RegionRead]) -> None:
+        for region in batch:
+            read(region)
+
+    run_batched(
+        reads,
+        work,
+        threads=default_threads(),
+        weight=lambda region: region.out.nbytes,
+        batch_weight=BATCH_BYTES,
+    )
+
+
+class _RangeFile(AbstractBufferedFile):  # type: ignore[misc]
+    """File object over a range of a file, for readers of small structures in it.
+
+    It reads ahead and keeps what it read last, because such readers seek back and forth. It is not
+    meant for the array data.
+
+    Args:
+        location: folder or prefix of the file.
+        name: name of the file.
+        start: first byte of the range.
+        length: length of the range in bytes.
+    """
+
+    def __init__(self, location: Location, name: str, start: int, length: int) -> None:
+        self._read = partial(read_bytes, location, name)
+        self._first = start
+        super().__init__(None, name, block_size=BLOCK_BYTES, cache_type="bytes", size=length)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._read(self._first + start, self._first + end)

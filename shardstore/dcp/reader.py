@@ -13,7 +13,6 @@ import os
 import pickle
 from collections import UserList
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -125,22 +124,6 @@ class Placed:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether a checkpoint id is a local path or a URL."""
         return bool(os.fspath(checkpoint_id))
-
-
-def forget_listings(place: Location) -> None:
-    """Make the program's fsspec file system list the folders above a place again.
-
-    It caches listings without a limit, so a trainer that looks for its steps would not see new
-    ones.
-    """
-    if place.is_local:
-        return
-    # If fsspec cannot make this file system, the program has no cached listings of it.
-    with suppress(Exception):
-        import fsspec  # type: ignore[import-untyped]
-
-        file_system, path = fsspec.core.url_to_fs(place.url)
-        file_system.invalidate_cache(path)
 
 
 class StorageReader(Placed, DcpStorageReader):

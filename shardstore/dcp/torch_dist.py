@@ -51,9 +51,10 @@ from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import behind, streams_of
-from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import SaveOptions, require_number
-from shardstore.storage.stores.location import Location, store_errors
+from shardstore.storage.runtime.parallel import run_batched
+from shardstore.storage.stores.folder import store_errors
+from shardstore.storage.stores.location import Location
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
@@ -192,11 +193,10 @@ class _FilesSave:
 
         def local() -> SavePlan:
             self._folder = Location.of(place) if session is None else session.attempt.location
-            if not self._folder.is_local:
-                raise self._folder.error(
-                    f": the {BACKEND!r} format is written to local folders only: save to a disk, "
-                    "and copy the folder"
-                )
+            self._folder.require_local(
+                f": the {BACKEND!r} format is written to local folders only: save to a disk, "
+                "and copy the folder"
+            )
             only_main = strategy.keep_only_main_replica
             state, told = _prepared(state_dict, only_main)
             if only_main and self._options.validate_access_integrity:

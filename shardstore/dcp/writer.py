@@ -35,7 +35,7 @@ from shardstore.coverage import (
     not_alone,
     report_shards,
 )
-from shardstore.dcp.reader import Placed, forget_listings
+from shardstore.dcp.reader import Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
@@ -425,7 +425,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         if self._marker:
             # After the commit, because programs take a folder with it for a complete checkpoint.
             self._place.replace(DCP_METADATA_NAME, MARKER)
-            forget_listings(self._place)
+            self._place.forget_listings()
 
 
 def _abandon(attempt: Attempt, process: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -45,6 +45,7 @@ class Piece(NamedTuple):
         box: the piece, within ``held`` and ``whole``.
         whole: box of the tensor that is a contiguous range of the file.
         start: where this range begins in the block, in bytes.
+        itemsize: size of an element in bytes.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Piece(NamedTuple):
     box: Box
     whole: Box
     start: int
+    itemsize: int
 
 
 class Block(NamedTuple):
@@ -184,6 +186,15 @@ def plan_blocks(
     return blocks
 
 
+def pieces_of(
+    meta: ArrayMeta, holders: Holders, cuts: Iterable[tuple[int, int]]
+) -> Iterator[list[tuple[Piece, list[int]]]]:
+    """Yield for each range of a tensor's bytes its pieces, with their ranks. The ranges ascend."""
+    sweep = _Sweep(meta, holders)
+    for begin, end in cuts:
+        yield list(_pieces([(0, sweep.total * sweep.itemsize, sweep)], begin, end))
+
+
 def _pieces(
     tensors: Sequence[tuple[int, int, _Sweep]], begin: int, end: int
 ) -> Iterator[tuple[Piece, list[int]]]:
@@ -201,7 +212,7 @@ def _pieces(
         for whole in flat_range_boxes(sweep.meta.shape, first, last):
             for _, _, held, ranks in active:
                 if box := whole.intersect(held):
-                    yield Piece(-1, sweep.meta.key, held, box, whole, at), ranks
+                    yield Piece(-1, sweep.meta.key, held, box, whole, at, size), ranks
             at += whole.size * size
 
 

@@ -22,8 +22,10 @@ from shardstore.storage.commit.identity import instead
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.names import MODEL_COMMITS
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.parallel import run_batched
-from shardstore.storage.movers.ranges import FileBox, read_boxes, read_bytes
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.movers.ranges import FileBox, read_bytes
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -83,6 +85,7 @@ class WeightFiles:
         location: the folder.
         roots: names of the files.
         arrays: key -> tensor, as an array of one chunk.
+        places: key -> name of the tensor's file, and its offset in bytes.
         metadata: the metadata of all files.
         left_out: keys of tensors in the files that the index leaves out.
 
@@ -97,7 +100,7 @@ class WeightFiles:
     ) -> None:
         self.location, self.roots = folder, sorted(names)
         self.arrays: dict[str, ArrayMeta] = {}
-        self._places: dict[str, Place] = {}
+        self.places: dict[str, Place] = {}
         self.metadata: dict[str, str] = {}
         self.left_out: list[str] = []
         found: dict[str, tuple[int, bytes]] = {}
@@ -144,7 +147,7 @@ class WeightFiles:
             if stop - start != array_bytes(array):
                 raise damaged(path, f"{key!r} of shape {entry.shape} in bytes {start} to {stop}")
             if weight_map is None or weight_map.get(key) == name:
-                self.arrays[key], self._places[key] = array, (name, start)
+                self.arrays[key], self.places[key] = array, (name, start)
             elif key not in weight_map:
                 self.left_out.append(key)
 
@@ -191,15 +194,27 @@ class WeightFiles:
         """
         boxes = []
         for read in reads:
-            name, start = self._places[read.array.key]
+            name, start = self.places[read.array.key]
             boxes.append(FileBox(name, start, read.array.shape, read.box, read.out))
         try:
-            read_boxes(self.location, boxes, done)
+            Mover.of(self.location).read_boxes(boxes, done)
         except (FileNotFoundError, EOFError) as error:
-            raise errors.DamagedCheckpointError(
-                f"{self.location.url} changed while it was read: {error}; load it again",
-                url=self.location.url,
-            ) from error
+            raise self._changed(error) from error
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a file. Raise the errors of :meth:`read`."""
+        try:
+            data = read_bytes(self.location, name, start, stop)
+            if len(data) < stop - start:
+                raise EOFError(f"{name} ends at byte {start + len(data)}")
+        except (FileNotFoundError, EOFError) as error:
+            raise self._changed(error) from error
+        counters.add(bytes_read=len(data))
+        return data
+
+    def _changed(self, error: Exception) -> errors.DamagedCheckpointError:
+        text = f"{self.location.url} changed while it was read: {error}; load it again"
+        return errors.DamagedCheckpointError(text, url=self.location.url)
 
 
 def _header_of(folder: Location, name: str) -> tuple[int, bytes]:
@@ -261,7 +276,7 @@ def _named(place: Location) -> tuple[Location, str]:
         NotACheckpointError: the place holds no safetensors file, or more than one without an index.
     """
     if is_file_name(place.name) and not place.is_dir():
-        return Location(place.url.rpartition("/")[0], place.options), place.name
+        return place.parent() or place, place.name
     if not _has_listing(place):
         return place, INDEX_NAME if place.read_range(INDEX_NAME, 0, 1) else SINGLE_NAME
     names = place.listing()
@@ -271,9 +286,9 @@ def _named(place: Location) -> tuple[Location, str]:
         return place, indices[0]
     if len(files) == 1 and not re.search(r"-of-(?!00001\.)\d{5}\.", files[0]):  # a part of several
         return place, files[0]
-    if place.is_local and not place.exists():
+    if place.is_missing():
         raise place.error(" does not exist", errors.NotACheckpointError)
-    if place.is_local and not place.is_dir():
+    if place.is_file():
         found = instead(place) or "its name ends in neither .safetensors nor .json"
         raise place.error(
             f" is a file, but not a safetensors file: {found}", errors.NotACheckpointError

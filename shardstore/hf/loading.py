@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -28,8 +28,17 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Group, gathered
 from shardstore.dtensor.adoption import adopt
 from shardstore.errors import ArgumentError, MissingKeyError
+from shardstore.hf.blocks import Block
 from shardstore.hf.files import WeightFiles
 from shardstore.hf.rules import SCALE_SUFFIX, Rule, Scaled, Source, Sources
+from shardstore.hf.sharing import (
+    Wanted,
+    host_of,
+    is_scattered,
+    plan_shared,
+    read_shared,
+    wanted_by,
+)
 from shardstore.hf.urls import locate, shown_url
 from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import (
@@ -58,8 +67,9 @@ from shardstore.state_dict_utils import StateSplit, check_state
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
-from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_number
+from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location
 from shardstore.validation import StrictHandling, report_keys
 
@@ -93,7 +103,8 @@ def load(
 
     Every rank calls it with its own state dict, and waits for the others. One rank reads the index
     and the headers for all. Each rank reads the byte ranges of its shards only, directly into the
-    given tensors if their memory has the layout of the file.
+    given tensors if their memory has the layout of the file; from a store, the ranks of a host read
+    rows of which several want parts once.
 
     Args:
         state_dict: nested dicts and lists with DTensors, plain tensors, and Megatron-Core's sharded
@@ -116,7 +127,8 @@ def load(
         storage_options: see :func:`shardstore.save`; for ``hf://``, ``token``.
         map_location: see :func:`shardstore.load`.
         replica_group: see :func:`shardstore.load`.
-        share_replicas: see :func:`shardstore.load`.
+        share_replicas: see :func:`shardstore.load`. Unless it is ``"never"``, ranks of a host that
+            want parts of the same rows of a tensor in a store read the rows once.
         exchange_budget_bytes: see :func:`shardstore.load`.
         progress: see :func:`shardstore.load`.
 
@@ -243,9 +255,15 @@ class _Loading:
             lambda reports: pickle.dumps(set().union(*map(pickle.loads, reports))),
         )
         used: set[str] = pickle.loads(answer)
-        (wanted, plan, *mismatch), _ = step(lambda: self._plan(match, files, used))
+        (wanted, plan, *mismatch), answer = step(
+            lambda: self._plan(match, files, used),
+            lambda planned: pickle.dumps(self._scattered(planned[1], location)),
+            self._wanted,
+        )
+        hosts: dict[int, Wanted] = pickle.loads(answer)
+        blocks = plan_shared(hosts.get(host_of(self.ranks.rank), {}), files.arrays, files.places)
         group = self.call.replica_group if shares else None
-        read, _ = step(lambda: self._read(match, wanted, plan, files, group, meter))
+        read, _ = step(lambda: self._read(match, wanted, plan, files, group, blocks, meter))
         missing, unexpected = mismatch
         shaped = cast(StateDict, shaped_like(self.call.sharded_state_dict, read))
         return shaped, missing, unexpected
@@ -343,6 +361,24 @@ class _Loading:
             return wanted, plan, set(), set()
         return wanted, plan, missing, match.unexpected
 
+    def _scattered(self, plan: ReadPlan, location: Location) -> list[tuple[str, Box]]:
+        """Return the regions that are read together with other ranks of the host, if they want
+        parts of the same tensors."""
+        if location.is_local or self.call.share_replicas == "never":
+            return []
+        regions = (region for one in plan.values() for region in one.regions)
+        # Scales are needed before the values.
+        return [
+            (region.array.key, region.box)
+            for region in regions
+            if not region.array.key.endswith(SCALE_SUFFIX) and is_scattered(region)
+        ]
+
+    def _wanted(self, reports: Sequence[bytes]) -> bytes:
+        return pickle.dumps(
+            wanted_by(dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True)))
+        )
+
     def _read(
         self,
         match: _Match,
@@ -350,10 +386,12 @@ class _Loading:
         plan: ReadPlan,
         files: WeightFiles,
         group: Group,
+        blocks: Sequence[Block],
         meter: Meter,
     ) -> StateDict:
         """Read the planned regions, and put the tensors into the state dict."""
         arrays = dict(files.arrays)
+        shared = _take_out(plan, {(p.key, p.held) for block in blocks for p in block.pieces})
         if group is not None:
             _fit_grids(arrays, plan, group)
         context = LoadContext(
@@ -363,7 +401,12 @@ class _Loading:
             group=group,
             meter=meter,
         )
-        read_chunks(context, _part(plan, scaled=False))
+        try:
+            read_chunks(context, _part(plan, scaled=False))
+        finally:  # the other ranks wait for pieces
+            if blocks:
+                meter.expect(sum(region.out.nbytes for region in shared), 0)
+                read_shared(self.ranks, blocks, shared, files.read_range, meter.count)
         if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in nested_values(wanted) if t.key in match.tied}
@@ -399,6 +442,17 @@ def _memory(entry: Any) -> object:
     data = getattr(entry, "data", None)
     has_memory = isinstance(data, torch.Tensor) and data.data_ptr() and not data.is_meta
     return elements_of(cast(torch.Tensor, data)) if has_memory else object()
+
+
+def _take_out(plan: ReadPlan, wanted: Collection[tuple[str, Box]]) -> list[RegionRead]:
+    """Remove regions from a plan, and return them."""
+    taken: list[RegionRead] = []
+    for one in plan.values():
+        regions, one.regions = one.regions, []
+        for region in regions:
+            is_taken = (region.array.key, region.box) in wanted
+            (taken if is_taken else one.regions).append(region)
+    return taken
 
 
 def _part(plan: ReadPlan, *, scaled: bool) -> ReadPlan:

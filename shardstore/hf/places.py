@@ -27,7 +27,9 @@ from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location, fsync, store_errors
+from shardstore.storage.stores.folder import fsync, store_errors
+from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.remote import RemoteStore
 
 PART_BYTES = 16 * 1024 * 1024
 MOST_PARTS = 9000
@@ -48,8 +50,8 @@ class Place(Protocol):
 
     in_order: bool
 
-    def part_bytes(self, size: int) -> int | None:
-        """Return the size of the parts of files of up to ``size`` bytes; ``None``: any."""
+    def part_bytes(self, layout: FileLayout) -> int | None:
+        """Return the size of the parts that the files are cut into; ``None``: any."""
 
     def begin(self, layout: FileLayout) -> str:
         """Begin, and return what the other ranks need to join.
@@ -58,11 +60,11 @@ class Place(Protocol):
             CheckpointExistsError: the place is not free.
         """
 
-    def join(self, state: str) -> None:
-        """Join what the coordinator began."""
+    def join(self, state: str, layout: FileLayout) -> None:
+        """Join what the coordinator began. Every rank calls it."""
 
-    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
-        """Write a range of a file, ``is_last`` up to its end. Several threads may call it."""
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """Write a range of a file. Several threads may call it."""
 
     def finish(self) -> str:
         """End this rank's writing, and return its receipts for the coordinator."""
@@ -74,6 +76,11 @@ class Place(Protocol):
         """Remove what was written."""
 
 
+def part_bytes(size: int, least: int = PART_BYTES) -> int:
+    """Return the size of the parts of an upload of ``size`` bytes, at least ``least``."""
+    return max(least, -(-size // MOST_PARTS))
+
+
 def place_for(target: Location, *, overwrite: bool, durable: bool) -> Place:
     """Return the place of a model."""
     if target.is_local:
@@ -81,6 +88,72 @@ def place_for(target: Location, *, overwrite: bool, durable: bool) -> Place:
     if hasattr(target.remote.fs, "_call_s3"):
         return S3Place(target, overwrite)
     return StorePlace(target, overwrite)
+
+
+class FolderFiles:
+    """Files of a folder, of which any range can be written.
+
+    Args:
+        url: path of the folder.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def create(self, layout: FileLayout) -> None:
+        """Create the files with their headers and full sizes; the content of others stays."""
+        for name, head in layout.heads.items():
+            self.write(name, 0, memoryview(head), flags=os.O_CREAT)
+            with store_errors("creating", f"{self._url}/{name}"):
+                os.truncate(f"{self._url}/{name}", layout.sizes[name])
+
+    def write(self, name: str, start: int, data: memoryview, flags: int = 0) -> None:
+        """Write a range of a file. Several threads may call it."""
+        path = f"{self._url}/{name}"
+        with store_errors("writing", path):
+            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666)
+            try:
+                while data:
+                    written = os.pwrite(file, data, start)
+                    data, start = data[written:], start + written
+            finally:
+                os.close(file)
+
+
+class StreamedFiles:
+    """Files of an object store, each written from its beginning to its end, one at a time. A file
+    appears when it is complete.
+
+    Args:
+        remote: the store.
+        sizes: name -> size in bytes.
+        least_part_bytes: size of the parts of an upload, which are larger for very large files.
+    """
+
+    def __init__(
+        self, remote: RemoteStore, sizes: Mapping[str, int], least_part_bytes: int
+    ) -> None:
+        self._remote, self._sizes, self._least = remote, sizes, least_part_bytes
+        self._stream: Any = None
+
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """Begin a file, or write the next range of it, which completes it at its end."""
+        with self._remote.errors("writing", name):
+            if start == 0:
+                size = part_bytes(self._sizes[name], self._least)
+                self._stream = self._remote.stream(name, size)
+            # Small pieces, so that the stream sends full parts in between.
+            for begin in range(0, len(data), PART_BYTES):
+                self._stream.write(data[begin : begin + PART_BYTES])
+            if start + len(data) == self._sizes[name]:
+                self._stream.close()
+                self._stream = None
+
+    def discard(self) -> None:
+        """Abort the upload of the open file, so that the store does not keep its parts."""
+        if self._stream is not None:
+            with suppress(Exception):
+                self._stream.discard()
 
 
 class FolderPlace:
@@ -93,7 +166,7 @@ class FolderPlace:
         self._attempt: Any = None
         self._written: set[str] = set()
 
-    def part_bytes(self, size: int) -> int | None:
+    def part_bytes(self, layout: FileLayout) -> int | None:
         """See :class:`Place`."""
         return None
 
@@ -101,31 +174,19 @@ class FolderPlace:
         """Begin an attempt, and create the files with their headers and full sizes."""
         commits = (*COMMITS, *MODEL_COMMITS)
         self._attempt = folder.begin(self._target, self._options, commits)
-        for name, head in layout.heads.items():
-            path = f"{self._attempt.location.url}/{name}"
-            with store_errors("creating", path), open(path, "xb") as file:
-                file.write(head)
-                file.truncate(layout.sizes[name])
+        FolderFiles(self._attempt.location.url).create(layout)
         return str(self._attempt.id)
 
-    def join(self, state: str) -> None:
+    def join(self, state: str, layout: FileLayout) -> None:
         """Look for the folder, which another machine may show late."""
         if self._attempt is None:
             self._attempt = checkpoints.join(self._target, state, self._options)
             self._attempt.require_seen()
 
-    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
+    def write(self, name: str, start: int, data: memoryview) -> None:
         """See :class:`Place`."""
-        path = f"{self._attempt.location.url}/{name}"
-        with store_errors("writing", path):
-            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-            try:
-                while data:
-                    written = os.pwrite(file, data, start)
-                    data, start = data[written:], start + written
-            finally:
-                os.close(file)
-        self._written.add(path)
+        FolderFiles(self._attempt.location.url).write(name, start, data)
+        self._written.add(f"{self._attempt.location.url}/{name}")
 
     def finish(self) -> str:
         """Wait until what this rank wrote is on the disk."""
@@ -152,11 +213,11 @@ class StorePlace:
     def __init__(self, target: Location, overwrite: bool) -> None:
         self._target, self._overwrite = target, overwrite
         self._remote = target.remote
-        self._stream: Any = None
+        self._files: StreamedFiles | None = None
 
-    def part_bytes(self, size: int) -> int | None:
+    def part_bytes(self, layout: FileLayout) -> int | None:
         """See :class:`Place`."""
-        return max(PART_BYTES, -(-size // MOST_PARTS))
+        return part_bytes(max(layout.sizes.values()))
 
     def begin(self, layout: FileLayout) -> str:
         """Remove the model that is replaced: first what completes it."""
@@ -175,18 +236,14 @@ class StorePlace:
                 self._remote.delete(some)
         return ""
 
-    def join(self, state: str) -> None:
-        """Nothing: the store is known."""
+    def join(self, state: str, layout: FileLayout) -> None:
+        """See :class:`Place`."""
+        self._files = StreamedFiles(self._remote, layout.sizes, PART_BYTES)
 
-    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
-        """Begin, continue or close a file, which makes it visible."""
-        with self._remote.errors("writing", name):
-            if start == 0:
-                self._stream = self._remote.stream(name, PART_BYTES)
-            self._stream.write(data)
-            if is_last:
-                self._stream.close()
-                self._stream = None
+    def write(self, name: str, start: int, data: memoryview) -> None:
+        """See :class:`Place`."""
+        assert self._files is not None  # it has joined
+        self._files.write(name, start, data)
 
     def finish(self) -> str:
         """See :class:`Place`."""
@@ -199,9 +256,8 @@ class StorePlace:
 
     def abandon(self) -> None:
         """Discard the open file."""
-        if self._stream is not None:
-            with suppress(Exception):
-                self._stream.discard()
+        if self._files is not None:
+            self._files.discard()
 
 
 class S3Place(StorePlace):
@@ -214,12 +270,7 @@ class S3Place(StorePlace):
         self._bucket, _, self._prefix = target.url.partition("://")[2].partition("/")
         self._uploads: dict[str, str] = {}
         self._parts: dict[str, list[tuple[int, str]]] = {}
-        self._size = PART_BYTES
-
-    def part_bytes(self, size: int) -> int | None:
-        """See :class:`Place`."""
-        self._size = max(PART_BYTES, -(-size // MOST_PARTS))
-        return self._size
+        self._part_bytes = PART_BYTES
 
     def begin(self, layout: FileLayout) -> str:
         """Abort the uploads of an export that died, and begin an upload for each file."""
@@ -237,13 +288,14 @@ class S3Place(StorePlace):
             self._remote.write(RECORD_NAME, json.dumps(self._uploads).encode())
         return json.dumps(self._uploads)
 
-    def join(self, state: str) -> None:
+    def join(self, state: str, layout: FileLayout) -> None:
         """Take the IDs of the uploads."""
         self._uploads = json.loads(state)
+        self._part_bytes = part_bytes(max(layout.sizes.values()))
 
-    def write(self, name: str, start: int, data: memoryview, *, is_last: bool) -> None:
+    def write(self, name: str, start: int, data: memoryview) -> None:
         """Upload a part."""
-        number = start // self._size + 1
+        number = start // self._part_bytes + 1
         part = {"UploadId": self._uploads[name], "PartNumber": number, "Body": bytes(data)}
         tag = self._call("upload_part", name, part, len(data))["ETag"]
         self._parts.setdefault(name, []).append((number, tag))

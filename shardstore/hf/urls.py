@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from shardstore.errors import ArgumentError
 from shardstore.storage.stores.errors import keep_quiet_about
-from shardstore.storage.stores.location import Location, shown
+from shardstore.storage.stores.location import Location, checked_options, shown
 
 HUB = "https://huggingface.co"
 _KINDS = ("datasets", "spaces")
@@ -43,10 +43,10 @@ def locate(place: Any, options: Mapping[str, Any] | None = None) -> Location:
     """
     url = os.fspath(place) if isinstance(place, str | os.PathLike) else place
     if isinstance(url, str) and url.lower().startswith("hf://"):
-        url, options = _of_hub(url[len("hf://") :], Location.of(".", options).options)
+        url, options = _of_hub(url[len("hf://") :], checked_options(options))
     if not isinstance(url, str) or not _is_web(url):
         return Location.of(place, options)
-    parts, given = urlsplit(url), dict(Location.of(".", options).options)
+    parts, given = urlsplit(url), dict(checked_options(options))
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     keep_quiet_about({"username": user, "password": password}, parts.query, *query.values())

@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -20,7 +19,6 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
 from shardstore.coverage import Report, join_reports, report_shards
@@ -34,7 +32,8 @@ from shardstore.errors import (
     KeyNameError,
     SaveInProgressError,
 )
-from shardstore.hf.blocks import Block, Piece, held_by, plan_blocks
+from shardstore.hf.block_writer import BlockWriter, Source, source_of
+from shardstore.hf.blocks import held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, is_file_name
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
@@ -42,15 +41,13 @@ from shardstore.inspection.opened import OpenCheckpoint
 from shardstore.loading.plan import elements_of, held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
-from shardstore.saving.plan import Parts, fetched, parts_of, plain_tensor
+from shardstore.saving.plan import parts_of, plain_tensor
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMITS, is_inside
-from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import RegionRead
-from shardstore.storage.movers.parallel import default_threads, in_rounds
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
 
@@ -58,15 +55,9 @@ logger = logging.getLogger(__name__)
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
 """Key in a state dict -> name in the files."""
-Source: TypeAlias = Callable[[Box], torch.Tensor]
-"""Returns a box of a tensor, in host memory; several threads call it."""
 FileArgument: TypeAlias = Iterable[str | os.PathLike[str]] | Mapping[str, str | bytes]
 
 FILE_BYTES = 5 * 2**30
-ROUND_BYTES = 64 * 1024 * 1024
-"""Largest number of bytes of the blocks that a rank puts together at a time."""
-MARGIN = 16
-"""Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
 CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Data types that ``dtype=`` casts. Others, such as integers and 8-bit floats, stay as they are."""
 
@@ -295,58 +286,21 @@ def _content(path: str) -> bytes:
     return data
 
 
-@dataclass
-class Export:
+@dataclass(kw_only=True)
+class Export(BlockWriter):
     """An export in progress on one rank.
 
     Attributes:
-        ranks: the ranks.
         target: its target.
-        place: writes the files.
-        layout: the files.
-        blocks: what each rank writes.
-        sources: name and box of a tensor -> what returns parts of it on this rank.
-        dtypes: name of a tensor -> data type that it is written in.
         documents: files to add; on the coordinator.
-        failure: an error of this rank.
         record: numbers of tensors and bytes; empty before the end.
     """
 
-    ranks: Ranks
     target: Location
-    place: Place
-    layout: FileLayout
-    blocks: list[Block]
-    sources: dict[tuple[str, Box], Source]
-    dtypes: Mapping[str, torch.dtype]
     documents: Documents
-    failure: BaseException | None = None
     record: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=perf_counter)
     staging: None = None
-
-    @property
-    def pieces(self) -> set[tuple[str, Box]]:
-        """Name and box of what this rank brings."""
-        rank = self.ranks.rank
-        return {(p.key, p.held) for block in self.blocks for p in block.pieces if p.rank == rank}
-
-    def stage(self) -> None:
-        """Copy what this rank brings to host memory. An error is kept for :meth:`finish`."""
-        try:
-            for (name, box), source in self.sources.items():
-                copied = source(box).to(self.dtypes[name], copy=True)
-                self.sources[name, box] = partial(_part, parts_of(copied, name), box)
-        except Exception as problem:
-            self.failure = self.failure or problem
-
-    def write(self) -> None:
-        """Write this rank's blocks, and send and receive the pieces of shared ones. An error is
-        kept for :meth:`finish`."""
-        try:
-            write_blocks(self)
-        except Exception as problem:
-            self.failure = self.failure or problem
 
     def finish(self) -> None:
         """Make the model visible. Every rank calls it and waits for all others.
@@ -430,10 +384,10 @@ def _begin(
         if not arrays:
             raise target.error(": no rank has a tensor to export; see names=", ArgumentError)
         layout = FileLayout.of(arrays, arguments.file_bytes, ties, SINGLE_NAME)
-        part_bytes = place.part_bytes(max(layout.sizes.values()))
-        blocks = plan_blocks(layout, arrays, holders, ranks.members, part_bytes, place.in_order)
+        parts = place.part_bytes(layout)
+        blocks = plan_blocks(layout, arrays, holders, ranks.members, parts, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        return Export(ranks, target, place, layout, blocks, {}, written, documents)
+        return Export(ranks, place, layout, blocks, {}, written, target=target, documents=documents)
 
     def decide(reports: list[bytes]) -> bytes:
         told = [pickle.loads(one) for one in reports]
@@ -459,7 +413,7 @@ def _begin(
     joined, ties, state = pickle.loads(answer)
     export = begun[0] if begun else agreed([joined], ties)
     try:
-        export.place.join(state)
+        export.place.join(state, export.layout)
         wanted = export.pieces
         for name, tensor in tensors:
             for box, source in sources_of(tensor):
@@ -541,11 +495,7 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
     dtypes.require_memory(data)
     for box, memory in held_regions(tensor, local_box(tensor), data):
         if box.size:
-            yield box, partial(_part, parts_of(memory, tensor.key), box)
-
-
-def _part(parts: Parts, held: Box, box: Box) -> torch.Tensor:
-    return dtypes.as_tensor(fetched(parts(box.relative_to(held.offset).slices)))
+            yield box, source_of(parts_of(memory, tensor.key), box)
 
 
 def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tensor:
@@ -578,131 +528,3 @@ def united(ties: Iterable[dict[str, str]]) -> dict[str, str]:
             found.setdefault(name, set()).add(other)
     sure = {name: others.pop() for name, others in found.items() if len(others) == 1}
     return {name: other for name, other in sure.items() if name != other == sure.get(other)}
-
-
-# -- writing ---------------------------------------------------------------------------------------
-
-
-def write_blocks(export: Export) -> None:
-    """Write the blocks of this rank: first those with pieces of other ranks, because they wait.
-
-    After an error the pieces of this rank are still sent, because other ranks wait for them.
-    """
-    ranks, place, rank = export.ranks, export.place, export.ranks.rank
-    ordered = place.in_order
-    shared, alone = [], []
-    for block in export.blocks:
-        holders = {piece.rank for piece in block.pieces}
-        if holders | {block.owner} == {rank} and not ordered:
-            alone.append(block)
-        elif rank in holders or rank == block.owner:
-            shared.append(block)
-    partners = {p.rank for block in shared for p in block.pieces if block.owner == rank}
-    ranks.connect((partners | {block.owner for block in shared}) - {rank})
-    threads = 1 if ordered else default_threads()
-    pending: list[Future[None]] = []
-    with ThreadPoolExecutor(threads, thread_name_prefix="shardstore-io") as pool:
-        for batch in in_rounds(shared, lambda block: block.size, ROUND_BYTES):
-            try:
-                data = _put_together(export, batch)
-            except Exception as problem:
-                export.failure, data = export.failure or problem, []
-            _wait(export, pending)
-            pending = [pool.submit(_write, export, *one) for one in data]
-        for block in alone:
-            pending.append(pool.submit(lambda one: _write(export, one, None), block))
-        _wait(export, pending)
-
-
-def _wait(export: Export, pending: Iterable[Future[None]]) -> None:
-    for future in pending:
-        if error := future.exception():
-            export.failure = export.failure or error
-
-
-def _write(export: Export, block: Block, data: NDArray[np.uint8] | None) -> None:
-    """Write a block, unless this rank has failed."""
-    if export.failure is not None:
-        return
-    if data is None:
-        data = _of_one(export, block)
-    is_last = block.stop == export.layout.sizes[block.name]
-    export.place.write(block.name, block.start, data.data, is_last=is_last)
-
-
-def _of_one(export: Export, block: Block) -> NDArray[np.uint8]:
-    """Return the bytes of a block that this rank alone holds: its memory, if they are contiguous
-    there."""
-    if len(block.pieces) == 1:
-        (piece,) = block.pieces
-        if piece.start == 0 and piece.box == piece.whole:
-            data = _fetched(export, piece)
-            if len(data) == block.size:
-                return data
-    buffer = _Buffer(export, block)
-    for piece in block.pieces:
-        buffer.put(piece, _fetched(export, piece))
-    return buffer.data
-
-
-def _fetched(export: Export, piece: Piece) -> NDArray[np.uint8]:
-    """Return the bytes of a piece of this rank, in C order and the written data type."""
-    part = export.sources[piece.key, piece.held](piece.box)
-    return as_bytes(dtypes.as_numpy(part.to(export.dtypes[piece.key]).contiguous()))
-
-
-class _Buffer:
-    """The bytes of a block, put together of pieces."""
-
-    def __init__(self, export: Export, block: Block) -> None:
-        self._export = export
-        self._memory = np.empty(block.size + 2 * MARGIN, np.uint8)
-        self.data = self._memory[MARGIN : MARGIN + block.size]
-        head = export.layout.heads[block.name][block.start : block.stop]
-        self.data[: len(head)] = np.frombuffer(head, np.uint8)
-
-    def put(self, piece: Piece, data: NDArray[np.uint8]) -> None:
-        """Copy a piece to its place."""
-        # NumPy copies the data types that it lacks element by element.
-        dtype = np.dtype(f"u{self._export.dtypes[piece.key].itemsize}")
-        whole = np.ndarray(piece.whole.shape, dtype, self._memory, MARGIN + piece.start)
-        where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.whole.offset).slices)
-        whole[where] = data.view(dtype).reshape(piece.box.shape)
-
-
-def _put_together(export: Export, blocks: Sequence[Block]) -> list[tuple[Block, NDArray[np.uint8]]]:
-    """Exchange the pieces of some blocks, and return those that this rank writes.
-
-    All ranks exchange the blocks in the same order, so that no two wait for each other. If a piece
-    of this rank cannot be read, zeros are sent, and the error is kept for the commit.
-    """
-    rank = export.ranks.rank
-    sends: list[tuple[int, NDArray[np.uint8]]] = []
-    receives: list[tuple[int, NDArray[np.uint8]]] = []
-    arriving: list[Callable[[], None]] = []
-    data: list[tuple[Block, NDArray[np.uint8]]] = []
-    for block in blocks:
-        buffer = _Buffer(export, block) if block.owner == rank else None
-        if buffer is not None:
-            data.append((block, buffer.data))
-        for piece in block.pieces:
-            size = piece.box.size * export.dtypes[piece.key].itemsize
-            if piece.rank != rank:
-                if buffer is not None:
-                    receives.append((piece.rank, received := np.empty(size, np.uint8)))
-                    arriving.append(partial(buffer.put, piece, received))
-                continue
-            try:
-                held = _fetched(export, piece)
-            except Exception as problem:
-                export.failure = export.failure or problem
-                held = np.zeros(size, np.uint8)
-            if buffer is not None:
-                buffer.put(piece, held)
-            else:
-                sends.append((block.owner, held))
-    if sends or receives:
-        export.ranks.exchange(sends, receives)
-    for arrived in arriving:
-        arrived()
-    return data

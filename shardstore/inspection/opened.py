@@ -157,12 +157,12 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
     text = location.read(name)
     if name == "zarr.json" and not is_foreign_node(text):
         raise no_checkpoint(location)
-    folder, _, node = location.url.rpartition("/")
+    node = location.name
     parse = parse_array if name == "zarr.json" else parse_v2_array
     array = parse(node, text, f"{location.url}/{name}")
     assert array is not None
     nothing = dict.fromkeys(("zarr.json", CONFIG_NAME, MANIFEST_NAME, COMMON_STATE_NAME))
-    stored = StoredCheckpoint(Location(folder, location.options), documents=nothing)
+    stored = StoredCheckpoint(location.parent() or location, documents=nothing)
     stored.arrays = {array.key: array}
     return OpenCheckpoint(stored, location)
 
@@ -501,7 +501,7 @@ class StoredArray:
         import numpy as np
 
         from shardstore.storage.movers.chunks import RegionRead
-        from shardstore.storage.movers.parallel import run_batched
+        from shardstore.storage.runtime.parallel import run_batched
 
         axes = [ranges for ranges, _ in chosen]
         out = np.empty([sum(map(len, ranges)) for ranges in axes], self.dtype)

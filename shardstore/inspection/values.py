@@ -24,8 +24,7 @@ from shardstore.progress import Operation, ProgressArgument, metered
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME
-from shardstore.storage.movers.parallel import default_threads, run_batched
-from shardstore.storage.stores.objects import read_many
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 
 T = TypeVar("T")
 
@@ -389,5 +388,5 @@ def _contents(ckpt: OpenCheckpoint, wants: Callable[[str], bool]) -> dict[str, b
     """Return path -> content, for ``common.pt`` and each chosen sharded object."""
     names = [name for key, name in ckpt.objects.names.items() if wants(key.rpartition("/")[0])]
     names.append(COMMON_STATE_NAME)
-    found = zip(names, read_many(ckpt.stored.location, names), strict=True)
+    found = zip(names, ckpt.stored.location.read_many(names), strict=True)
     return {name: data for name, data in found if data is not None}

@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from shardstore.core import parse_config
-from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
+from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.inspection.opened import codec_error, matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
@@ -34,10 +34,10 @@ from shardstore.storage.format.names import (
     key_of,
     object_place,
 )
-from shardstore.storage.movers.collector import collector_paused
-from shardstore.storage.movers.mover import check_chunk
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import require_number
+from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.values.record import StateRecord
 from shardstore.values.torch_archive import verify_archive
 
@@ -45,12 +45,9 @@ logger = logging.getLogger(__name__)
 
 Severity = Literal["damage", "note"]
 
-BATCH_BYTES = 64 * 1024 * 1024
-"""Smallest work of a thread, because one thread verifies many small chunks faster than several."""
 RUN_BYTES = 32 * 1024 * 1024
 """Size of the runs of chunks that threads verify."""
 RUN_CHUNKS = 256
-REMOTE_THREADS = 16
 SHOWN_ARRAYS = 4
 SHOWN_OBJECTS = 10
 """Largest number of missing objects reported for a key, because a file name may claim any grid."""
@@ -182,7 +179,7 @@ class _Verification:
         with suppress(CheckpointingException):  # _read_arrays() reports it
             _ = self.stored.root  # read before the listing, to detect a replacement between the two
         # All files, sorted: in an object store one listing instead of one per array.
-        self.names = sorted(self._walk())
+        self.names = sorted(self.location.walk_all())
         self.result = Verified()
         self.lock = threading.Lock()
 
@@ -195,9 +192,7 @@ class _Verification:
             for job in batch:
                 job()
 
-        threads = REMOTE_THREADS
-        if self.location.is_local:
-            threads = min(default_threads(), 1 + self.meter.now.bytes_total // BATCH_BYTES)
+        threads = self.location.threads(max(1, self.meter.now.bytes_total))
         run_batched(jobs, work, threads=self.threads or threads)
         if not self.result.ok:
             self.stored.require_unchanged()
@@ -255,19 +250,12 @@ class _Verification:
         try:
             yield
         except (CheckpointingException, OSError, ValueError, TypeError, RecursionError) as error:
-            if isinstance(error, StorageError) and not self.location.is_local:
+            if not self.location.is_damage(error):
                 raise  # the store failed, or refused: that is no damage
             about = "" if key is None else f" (key {key!r})"
             is_ours = isinstance(error, CheckpointingException)
             text = str(error) if is_ours else f"PATH{about} is damaged: {error}"
             self._report(kind, name, text, key=key)
-
-    def _walk(self) -> list[str]:
-        """Return the names of all files below the checkpoint, also behind links in its folder."""
-        if not self.location.is_local:
-            return self.location.walk()
-        entries = self.location.listing()
-        return [name for entry in entries for name in self.location.walk(entry) or [entry]]
 
     def _names_below(self, node: str) -> set[str]:
         """Return the names of all files below a node, relative to it."""
@@ -434,9 +422,9 @@ class _Verification:
             names = self._names_below(array.node)
             self._check_document(array, names)
             self._check_folder(array, names)
-        size, manifest = 0, self.manifest
+        size, manifest, mover = 0, self.manifest, Mover.of(self.location)
         for index in map(array.grid.index_at, range(first, last)):
-            read, problem = check_chunk(self.location, array, index, manifest, hashes=self.hashes)
+            read, problem = mover.verify(array, index, manifest, hashes=self.hashes)
             size += read
             if problem is not None:
                 name = array.chunk_name(index)

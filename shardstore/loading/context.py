@@ -16,12 +16,9 @@ from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.documents import committed_files
 from shardstore.storage.format.names import CONFIG_NAME
-from shardstore.storage.movers.checksums import crc32c
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, running
 from shardstore.validation import verify_checkpoint_and_load_strategy
 
@@ -99,13 +96,9 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
         ReplacedError: the checkpoint was replaced during the read.
         StorageError: the store failed.
     """
-    root, found = names[0], dict[str, bytes | None]()
-    if not location.is_local:
-        counters.add(documents_read=len(names))
-        starts = [partial(location.read_range, name, 0, START_BYTES) for name in names]
-        found.update(zip(names, run_together(*starts), strict=True))
+    root, found = names[0], location.read_ahead(names, START_BYTES)
     if root not in found or len(found[root] or b"") == START_BYTES:
-        found.update(zip([root], read_many(location, [root]), strict=True))
+        found.update(zip([root], location.read_many([root]), strict=True))
     config, sums, sizes = committed_files(found[root] or b"")
 
     def is_confirmed(name: str) -> bool:
@@ -121,7 +114,7 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
 
     others = [name for name in names[1:] if not is_confirmed(name)]
     with StoredCheckpoint(location, documents={root: found[root]}).unless_replaced():
-        texts = read_many(location, others, [sizes.get(name) for name in others])
+        texts = location.read_many(others, [sizes.get(name) for name in others])
     return {**found, **dict(zip(others, texts, strict=True))}
 
 
@@ -140,9 +133,10 @@ def opened(
         return
     location = Location.of(checkpoint_dir, storage_options)
     context = context_of(location)
-    if not location.is_local and context is not running.get():
-        documents = read_documents(location, ["zarr.json"])
-        context = replace(context, stored=StoredCheckpoint(location, documents=documents))
+    if context is not running.get():
+        start = location.read_ahead(["zarr.json"], START_BYTES)
+        if len(start.get("zarr.json") or b"") < START_BYTES:
+            context = replace(context, stored=StoredCheckpoint(location, documents=start))
     with context.stored.unless_replaced():
         yield context
 

@@ -34,10 +34,8 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import ChunkPart, ReadDone, RegionRead, chunk_parts
 from shardstore.storage.movers.device import behind, host_memory, streams_of
-from shardstore.storage.movers.parallel import default_threads, in_rounds
+from shardstore.storage.runtime.parallel import in_rounds
 
-BYTES_A_THREAD = 32 * 1024 * 1024
-"""Size of the buffers for files. Larger buffers are not faster, because new memory is slow."""
 ALIGNMENT = 64
 HOST_BUFFERS = 2
 """Number of buffers of a read through host memory."""
@@ -89,9 +87,7 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
     if not any(isinstance(region, HostRead) for region in regions):
         read(regions, meter.count)
         return
-    budget_bytes = context.budget_bytes
-    if stored.location.is_local:
-        budget_bytes = min(budget_bytes, BYTES_A_THREAD * default_threads())
+    budget_bytes = stored.location.buffer_bytes(context.budget_bytes)
     read_through_host(read, regions, budget_bytes, meter.count)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardstore.distributed.groups import Group, Members, first_of, global_ranks
 from shardstore.errors import ArgumentError
-from shardstore.storage.movers.parallel import local_ranks
+from shardstore.storage.runtime.parallel import local_ranks
 from shardstore.storage.stores.location import Location
 
 SHARES = ("auto", "always", "never")

@@ -58,8 +58,9 @@ from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
+from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
 from shardstore.validation import (
@@ -233,12 +234,13 @@ def causes(
 
 def _load(request: LoadRequest, ranks: Ranks) -> Loaded:
     started, callback, error = perf_counter(), None, None
+    location: Location
     try:
         location = Location.of(request.checkpoint_dir, request.storage_options)
         if request.progress is not None:
             callback = callback_of(request.progress, shows=ranks.is_coordinator)
     except ArgumentError as problem:  # every rank raises it
-        location, error = Location(shown(request.checkpoint_dir)), problem
+        location, error = LocalFolder(shown(request.checkpoint_dir)), problem
     what = f"loading {location.url}"
     with metered("load", location.url, callback) as meter, collector_paused():
         opened = open_checkpoint(request, ranks, location, meter, error)

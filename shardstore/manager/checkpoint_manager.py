@@ -48,8 +48,8 @@ from shardstore.serialization import load, save_request
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_checkpoint
-from shardstore.storage.movers.parallel import yield_to_others
 from shardstore.storage.options import SaveOptions, StepKeywords, require_bool
+from shardstore.storage.runtime.parallel import yield_to_others
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 

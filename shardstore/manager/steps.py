@@ -23,12 +23,12 @@ from shardstore import errors
 from shardstore.distributed.coordinator import Ranks
 from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit import checkpoints, folder
+from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.format.names import CONFIG_NAME
-from shardstore.storage.movers.parallel import run_batched
 from shardstore.storage.options import require_number
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger("shardstore.manager")
@@ -169,7 +169,7 @@ class Steps:
                     self._known[step] = (stamp, self.info(step))
 
         steps = self.committed()
-        run_batched(steps, work, threads=1 if self.root.is_local else READS)
+        run_batched(steps, work, threads=self.root.threads())
         found = {step: self._known[step][1] for step in steps}
         self._last = max([self._last or 0, *(info.saved or 0 for info in found.values())])
         return found
@@ -264,19 +264,11 @@ class Steps:
         Raises:
             StorageError: the store failed.
         """
-        if self.root.is_local:
-            for left in folder.leftovers(self.root.url, older_than=older_than):
-                if (step := self.step_of(left.target.name)) is not None:
-                    with self._unused(step) as free:
-                        if free and folder.sweep(left):
-                            yield left.location.url
-            return
-        for step in {step for step in map(self.step_of, self.root.listing()) if step is not None}:
-            place = self.place(step)
-            with self._unused(step) as free:
-                if free and not is_checkpoint(place):
-                    found = checkpoints.sweep(place, dry_run=False, older_than=older_than)
-                    yield from (left.url for left in found)
+        for target, remove in checkpoints.dead_targets(self.root, older_than):
+            if (step := self.step_of(target.name)) is not None:
+                with self._unused(step) as free:
+                    if free:
+                        yield from remove()
 
     def note_save(self, policy: Retention, about: StepInfo, record: Mapping[str, Any]) -> None:
         """Log a committed step, compare it with earlier ones, and delete the steps that the policy
@@ -383,7 +375,6 @@ def what_is_missing(place: Location) -> str | None:
         return str(error)
     if root is None or manifest is None:
         return None
-    listed = {} if place.is_local else {name: about for name, *about in place.remote.details()}
 
     def expected() -> Iterator[tuple[str, int | None, str]]:  # name, size and description
         yield from ((name, None, name) for name in (CONFIG_NAME, *root.file_sums))
@@ -393,12 +384,13 @@ def what_is_missing(place: Location) -> str | None:
                     index = meta.grid.index_at(number)
                     yield meta.chunk_name(index), size, f"chunk {index} of key {meta.key!r}"
 
-    for name, size, what in expected():
-        stamp = place.stamp(name) if place.is_local else listed.get(name)
-        if stamp is None:
+    wanted = list(expected())
+    sizes = place.sizes(name for name, _, _ in wanted)
+    for name, size, what in wanted:
+        if name not in sizes:
             return f"{what} is missing: {place.url}/{name}"
-        if size not in (None, stamp[0]):
-            return f"{what} has {stamp[0]} bytes, not {size}: {place.url}/{name}"
+        if size not in (None, sizes[name]):
+            return f"{what} has {sizes[name]} bytes, not {size}: {place.url}/{name}"
     return None
 
 

@@ -34,7 +34,12 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import DeviceCopies, host_memory
-from shardstore.storage.movers.parallel import default_threads, in_rounds, run_batched, start_thread
+from shardstore.storage.runtime.parallel import (
+    default_threads,
+    in_rounds,
+    run_batched,
+    start_thread,
+)
 from shardstore.strategies.async_utils import AsyncRequest
 
 logger = getLogger(__name__)

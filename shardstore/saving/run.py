@@ -44,8 +44,8 @@ from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
 from shardstore.storage.commit.publish import About
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.options import SaveOptions, require_bool
+from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import AsyncSaveShardedStrategy, called
@@ -157,7 +157,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> Part:
     target = Location.of(request.checkpoint_dir, options.storage_options)
     base = None if options.base is None else Location.of(options.base)
     if base is not None and not base.options:
-        base = Location(base.url, target.options)
+        base = Location.of(base, target.options or options.storage_options)
     if options.replica_group is not None:
         require_group("replica_group", options.replica_group)
     require_bool("verify_integrity", request.verify_integrity)

@@ -241,7 +241,7 @@ class SaveSession:
     @cached_property
     def mover(self) -> Mover | ReusingMover:
         """The writer of chunks; it reuses chunks of the base, if one was given."""
-        mover = Mover(self.attempt.location, self.options, self.attempt)
+        mover = Mover.of(self.attempt.location, self.options, self.attempt.check)
         if self.base is None:
             return mover
         return ReusingMover(mover, self.base, self.attempt, self.manifest)

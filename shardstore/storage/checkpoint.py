@@ -29,15 +29,15 @@ from shardstore.storage.format.names import (
     node_name,
     object_place,
 )
-from shardstore.storage.movers.checksums import crc32c
-from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.runtime.checksums import crc32c
+from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import read_many
 
 if TYPE_CHECKING:
     # The modules that read chunks import NumPy, which a listing does not need.
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import ReadDone, RegionRead
+    from shardstore.storage.movers.mover import Mover
 
 SHOWN = 4
 """Number of arrays that an error names at most."""
@@ -125,8 +125,9 @@ class StoredCheckpoint:
         place, begun = self.location, []
         try:
             # The root document is read last: a save that has committed by then is not unfinished.
-            if not place.is_local and not is_committed(place):
-                begun = place.remote.listing(ATTEMPTS)
+            begun = place.listing(ATTEMPTS)
+            if begun and is_committed(place):
+                begun = []
             found = _checksum(place.read_if_there("zarr.json"))
         except errors.StorageError:
             return
@@ -246,7 +247,7 @@ class StoredCheckpoint:
         """Yield all arrays, each from its own document."""
         name = ".zarray" if root is None else "zarr.json"
         wanted = [entry for entry in self.location.walk() if entry.endswith(f"/{name}")]
-        for entry, text in zip(wanted, read_many(self.location, wanted), strict=True):
+        for entry, text in zip(wanted, self.location.read_many(wanted), strict=True):
             node = entry.rpartition("/")[0]
             if text is None:
                 continue  # deleted in the meantime
@@ -318,12 +319,17 @@ class StoredCheckpoint:
         unknown = {read.array.node: read.array for read in reads if read.array.crcs is None}
         for array in unknown.values():
             self.require_chunks(array)
+        with self.unless_replaced():
+            self._mover.read(reads, self._manifest, done)
+
+    @cached_property
+    def _mover(self) -> Mover:
         from shardstore.storage.movers.mover import Mover
         from shardstore.storage.options import SaveOptions
 
-        with self.unless_replaced():
-            mover = Mover(self.location, SaveOptions(threads=self._threads))
-            mover.read(reads, self._manifest, done)
+        if self._threads is None:
+            return Mover.of(self.location)
+        return Mover.of(self.location, SaveOptions(threads=self._threads))
 
     def _manifest(self) -> Manifest | None:
         with self._lock:  # one reading thread reads the manifest, the others wait
@@ -364,14 +370,7 @@ class StoredCheckpoint:
         links = {node for node in nodes if location.is_link(node)}  # removed, not their targets
         files = [name for node in nodes if node not in links for name in location.walk(node)]
         files = [name for name in files if not object_place(name.rpartition("/")[2])]
-        if not location.is_local:
-            location.remote.delete(files)
-            return
-        for name in files:
-            location.delete(name)
-        for node in nodes:
-            if node in links or not location.walk(node):
-                location.delete(node)
+        location.delete_all(files, nodes)
 
     def check_file(self, name: str, data: bytes | None) -> None:
         """Compare the content of a file other than a chunk with its checksum in the commit, if it
@@ -422,11 +421,11 @@ class StoredCheckpoint:
             return
         self.require_unchanged()
         found = "it has neither zarr.json nor metadata.json"
-        if self.location.is_local and not self.location.exists():
+        if self.location.is_missing():
             found = "it does not exist"
         elif other := instead(self.location):
             found = other
-        elif self.location.is_local and self.location.path.is_file():
+        elif self.location.is_file():
             found = "it is a file: give the folder that save() wrote"
         what = f" is not a distributed checkpoint: {found}"
         raise self.location.error(what, errors.NotACheckpointError)
@@ -440,7 +439,7 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
     """
     for node in dict.fromkeys((node_name(key), key)):
         url = f"{location.url}/{node}"
-        old, text = read_many(location, [f"{node}/.zarray", f"{node}/zarr.json"])
+        old, text = location.read_many([f"{node}/.zarray", f"{node}/zarr.json"])
         if old is not None:
             return parse_v2_array(node, old, url)
         if text is not None and (found := parse_array(node, text, url)) is not None:

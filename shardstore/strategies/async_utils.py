@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from shardstore.distributed.groups import described, failures_on, group_rank, largest, listed
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.device import on_current_device
-from shardstore.storage.movers.parallel import start_thread
+from shardstore.storage.runtime.parallel import start_thread
 
 T = TypeVar("T")
 

@@ -22,9 +22,8 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_ma
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, node_name, object_place
-from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import read_many
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy
 from shardstore.values import plain as plain_values
 from shardstore.values import record
@@ -155,16 +154,13 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         stored = context_of(checkpoint_dir).stored
         sizes = {} if stored.root is None else stored.root.file_bytes
         objects = list(nested_values(sharded_objects_state_dict))
-        if stored.location.is_local:
-            values = {id(sharded): _load_object(stored, sharded, sizes) for sharded in objects}
-        else:
-            values = {}
+        values: dict[int, Any] = {}
 
-            def load(batch: Sequence[ShardedObject]) -> None:
-                for sharded in batch:
-                    values[id(sharded)] = _load_object(stored, sharded, sizes)
+        def load(batch: Sequence[ShardedObject]) -> None:
+            for sharded in batch:
+                values[id(sharded)] = _load_object(stored, sharded, sizes)
 
-            run_batched(objects, load, threads=READ_TOGETHER)
+        run_batched(objects, load, threads=stored.location.threads())
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
         )
@@ -213,7 +209,7 @@ def _load_object(stored: StoredCheckpoint, sharded: ShardedObject, sizes: Mappin
     candidates = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
     names = [name for name in dict.fromkeys(candidates) if is_inside(name)]
     for name in names:
-        (data,) = read_many(stored.location, [name], [sizes.get(name)])
+        (data,) = stored.location.read_many([name], [sizes.get(name)])
         if data is not None:
             stored.check_file(name, data)
             return load_file(name, data, f"{stored.location.url}/{name}", sharded.unique_key)

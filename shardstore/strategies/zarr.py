@@ -49,7 +49,6 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import check_collisions, key_of
 from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import read_many
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.utils import extract_sharded_base
@@ -411,7 +410,7 @@ def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) ->
     try:
         return zarr.open_array(location.url, mode=cast(Any, mode), **open_kwargs)
     except (FileNotFoundError, KeyError, ValueError) as error:
-        above = Location(location.url.rpartition("/")[0], location.options)
+        above = location.parent() or location
         raise errors.NotACheckpointError(
             f"Array {path} could not be opened: {type(error).__name__}: {error} (it contains "
             f"{location.listing()[:8]}, its folder contains {sorted(above.listing())[:8]})",
@@ -489,7 +488,7 @@ def load_zarr_based_sharded_metadata(
     for node in root.listing():
         # Megatron-Core's locks are empty documents.
         names = [f"{node}/zarr.json", f"{node}/.zarray"]
-        if not any(read_many(root, names)):
+        if not any(root.read_many(names)):
             continue
         key = key_of(node) or checkpoint.read_array_meta(root, node).key
         shape, dtype = get_shape_dtype_fn(str(root.child(node).place))

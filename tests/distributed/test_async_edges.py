@@ -17,7 +17,7 @@ from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.progress import Progress
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardstore
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.helpers.scenarios import raised, scenarios_of

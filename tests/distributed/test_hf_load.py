@@ -20,7 +20,7 @@ from shardstore.errors import CheckpointingException, RanksError
 from shardstore.hf import loading
 from shardstore.hf.rules import concat, part, stack
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from testing.range_server import range_server
 from tests.helpers.scenarios import raised, scenarios_of
 
@@ -101,6 +101,69 @@ def any_mesh_and_axis(rank: int, world_size: int, folder: Path) -> None:
 
 def _inner(key: str) -> str:
     return key.partition(".")[2]
+
+
+def rows_that_ranks_divide_are_read_once_from_a_store(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    """By one rank of the host, for all of them; also with casts, scales and rules."""
+    place = _written(folder, rank)
+    scaled = torch.arange(1.0, 17.0).reshape(4, 4)
+    values = WHOLE["w"][:512].reshape(64, 512).to(torch.float8_e4m3fn)
+    large = {"large": (2048, 1024), "cubes": (4, 512, 1024)}
+    if rank == 0:
+        save_file({"f8": values, "f8_scale_inv": scaled}, place / "f8.safetensors")
+        save_file({k: _counted(shape) for k, shape in large.items()}, place / "large.safetensors")
+    dist.barrier()
+    scaled = scaled.repeat_interleave(16, 0).repeat_interleave(128, 1)
+    small = {**{k: WHOLE[k] for k in ("w", "cube")}, "experts": EXPERTS, "fused": FUSED}
+    small |= {"key": WHOLE["qkv"][64:80]}
+    square = init_device_mesh("cpu", (2, 2))
+    meshes = [(square, [Replicate(), Shard(1)]), (square, [Shard(0), Shard(1)]), *_everywhere()]
+    with range_server(place) as server:
+        urls: list[Any] = [None] * WORLD
+        dist.all_gather_object(urls, f"{server.url}/model")
+        for name, expected in (
+            ("", small),
+            ("/f8.safetensors", {"f8": (values.float() * scaled).bfloat16()}),
+            ("/large.safetensors", {k: _counted(shape) for k, shape in large.items()}),
+        ):
+            for mesh, placements in meshes:
+                state = {key: _empty(whole, mesh, placements) for key, whole in expected.items()}
+                if name == "":
+                    state["w"] = state["w"].bfloat16()
+                before = counters["bytes_read"]
+                hf.load(state, urls[0] + name, rules=RULES, cast=True, dequantize=(16, 128))
+                totals = torch.tensor([counters["bytes_read"] - before, 0])
+                for key, value in state.items():
+                    want = distribute_tensor(expected[key].to(value.dtype), mesh, placements)
+                    assert torch.equal(value.to_local(), want.to_local()), (key, placements)
+                    totals[1] += want.to_local().nbytes
+                dist.all_reduce(totals)
+                assert name != "/large.safetensors" or totals[0] <= 1.05 * totals[1], placements
+
+
+def _counted(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def a_block_that_cannot_be_read_is_an_error_on_all(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    """Also on those that wait for their parts of it."""
+    place = _written(folder, rank)
+    mesh = init_device_mesh("cpu", (4,))
+    with range_server(place) as server:
+        urls: list[Any] = [None] * WORLD
+        dist.all_gather_object(urls, server.url)
+        state = {k: _empty(WHOLE[k], mesh, [Shard(1)]) for k in ("w", "cube", "q", "qkv")}
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(loading.WeightFiles, "read_range", _refuse)
+            error = raised(lambda: hf.load(state, f"{urls[0]}/model"))
+            assert "refused" in str(error)
+            assert isinstance(error, RanksError) == (rank != 2)
+        dist.barrier()
 
 
 def expert_parallel(rank: int, world_size: int, folder: Path) -> None:

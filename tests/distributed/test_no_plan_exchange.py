@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shardstore
 from shardstore.distributed.coordinator import Ranks
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.movers.mover import Mover
+from shardstore.storage.movers.files import FolderMover
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3
@@ -30,7 +30,7 @@ def _told(rank: int, world: int, folder: str, tensors: int, flat: bool) -> tuple
                 f"f{i}", torch.ones(3), (3 * world,), flattened_range=slice(3 * rank, 3 * rank + 3)
             )
     told, written = 0, False
-    together, write = Ranks.together, Mover.write
+    together, write = Ranks.together, FolderMover.write
 
     def counting(ranks: Ranks, report: bytes = b"", **about: Any) -> bytes:
         nonlocal told
@@ -38,7 +38,7 @@ def _told(rank: int, world: int, folder: str, tensors: int, flat: bool) -> tuple
         told += 0 if written else len(report) + len(answer)
         return answer
 
-    def writing(mover: Mover, writes: Any, done: Any) -> None:
+    def writing(mover: FolderMover, writes: Any, done: Any) -> None:
         nonlocal written
         written = written or bool(writes)
         write(mover, writes, done)
@@ -48,7 +48,7 @@ def _told(rank: int, world: int, folder: str, tensors: int, flat: bool) -> tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ranks, "together", counting)
-        patch.setattr(Mover, "write", writing)
+        patch.setattr(FolderMover, "write", writing)
         for name in COLLECTIVES:
             patch.setattr(dist, name, never)
         shardstore.save(state, f"{folder}/{tensors}-{flat}")

@@ -23,7 +23,7 @@ from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading import read
 from shardstore.loading.replicas import read_group
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy

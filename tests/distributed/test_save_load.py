@@ -28,7 +28,7 @@ from shardstore.mapping import (
     ShardedTensorFactory,
 )
 from shardstore.serialization import load_sharded_metadata
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,

@@ -224,7 +224,7 @@ def test_a_forked_child_loads_or_says_why_not(tmp_path: Path, written: str) -> N
 
 COLLECTS = """
 import gc, os, sys, threading
-from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.runtime.collector import collector_paused
 
 pauses, go_on = threading.Event(), threading.Event()
 

@@ -37,10 +37,11 @@ from shardstore.storage.commit.publish import About, publish, write_chunks
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import RankManifest
-from shardstore.storage.movers import files, parallel
-from shardstore.storage.movers.checksums import read_chunks
+from shardstore.storage.movers import files
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.files import read_chunks
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime import parallel
 from shardstore.storage.stores.location import Location
 
 PAIRS = [

@@ -19,7 +19,6 @@ import torch
 import shardstore
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit import base as base_chunks
 from shardstore.storage.commit import folder
 from shardstore.storage.commit.base import ReusingMover, read_base
 from shardstore.storage.format.manifest import RankManifest
@@ -27,6 +26,7 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.prefix import ObjectPrefix
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
@@ -90,7 +90,7 @@ def test_a_base_that_is_replaced_during_a_save_leaves_no_mixture(
         if what != "delete":
             save(tensor(2), base, overwrite=True, **options)
 
-    monkeypatch.setattr(base_chunks, "COPY_THREADS", 1)  # the memory takes one thread's writes
+    monkeypatch.setattr(ObjectPrefix, "copy_requests", 1)  # the memory takes one thread's writes
     owner, name = (os, "link") if "://" not in root else (RemoteStore, "copy_from")
     at_call(monkeypatch, owner, name, moment, change)
     save(tensor(1), f"{root}/b", base=base, verify_base=verify_base, **options)
@@ -123,7 +123,7 @@ def test_nobody_writes_into_what_is_linked(tmp_path: Path) -> None:
     before = base.read("w/c.2.0")
     attempt = folder.begin(Location.of(tmp_path / "b"), SaveOptions())
     array = StoredCheckpoint(base).arrays["w"]
-    mover = Mover(attempt.location, SaveOptions(threads=1), attempt)
+    mover = Mover.of(attempt.location, SaveOptions(threads=1), attempt.check)
     stored = StoredCheckpoint(base, documents=read_base(base))
     links = ReusingMover(mover, stored, attempt, RankManifest(0))
     assert links._taken_over(ChunkWrite(array, (2, 0), tensor(1)[2:3].numpy()))

@@ -37,7 +37,7 @@ from shardstore.saving.session import SaveSession, Strategies
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint, latest
 from shardstore.storage.commit.identity import is_checkpoint
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import (
     ZarrSaveShardedStrategy,
@@ -559,7 +559,7 @@ class StoreTests:
         shardstore.remove_sharded_tensors(url, "empty", storage_options=options)
         assert "b/c.0" in names_of(where)
         with monkeypatch.context() as patch:
-            patch.setattr(Location, "replace", killed)
+            patch.setattr(type(where), "replace", killed)
             with pytest.raises(KeyboardInterrupt):
                 shardstore.remove_sharded_tensors(url, "b", storage_options=options)
         assert "b/c.0" not in names_of(where)

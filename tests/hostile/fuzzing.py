@@ -49,8 +49,8 @@ from shardstore.storage.commit.checkpoints import delete_checkpoint, sweep
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ROOT_SUM
 from shardstore.storage.format.grid import Box
-from shardstore.storage.movers.checksums import crc32c
 from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
 
 MOST_BYTES = 512 * 1024**2

@@ -20,7 +20,7 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.cli.app import run
 from shardstore.errors import CheckpointingException, ChunkCorruptError
-from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.runtime.checksums import crc32c
 from tests.hostile.test_root_rot import rewrite
 
 MOST_BYTES = 512 * 1024**2

@@ -24,7 +24,7 @@ from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.documents import ROOT_SUM, parse_root
-from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
 from tests.golden.make_shardstore import TARGET as GOLDEN
 from tests.golden.make_shardstore import sharded

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardstore import hf
 from shardstore.errors import CheckpointingException, NotACheckpointError, StorageError
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from testing.range_server import SIGNATURE, RangeServer, range_server
 from testing.s3_servers import S3Server
 

@@ -125,8 +125,8 @@ def test_every_setting_is_listed() -> None:
 
 def test_defaults_are_as_told() -> None:
     from shardstore.distributed.coordinator import DEADLINE_VARIABLE, DEFAULT_DEADLINE_S
-    from shardstore.storage.movers.parallel import MAX_THREADS
     from shardstore.storage.options import SaveOptions
+    from shardstore.storage.runtime.parallel import MAX_THREADS
 
     options = SaveOptions()
     rows = dict(re.findall(r"^\| (`.*?`[^|]*?) \| ([^|]+) \|", SETTINGS, re.MULTILINE))

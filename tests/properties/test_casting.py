@@ -21,7 +21,7 @@ from shardstore.loading import plan as read_plan
 from shardstore.loading.read import _split
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.format.grid import Box
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.layouts import (
     DTYPES,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from shardstore import hf
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from tests.helpers.layouts import (
     destination,
     expected_part,

@@ -31,7 +31,7 @@ from shardstore.convert import convert
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import FileSystemIO
+from shardstore.storage.stores.remote import FileSystemIO
 from testing.s3_proxy import FaultProxy
 from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem

@@ -33,10 +33,10 @@ from shardstore.storage.format.names import node_name
 from shardstore.storage.movers import chunk_bytes, files
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.codecs import decompress
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.tensorstore_reader import open_array, read_decoded
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
@@ -185,7 +185,7 @@ def test_files_are_those_of_tensorstore_and_records_say_what_is_in_them(
 ) -> None:
     meta, array, style = case
     with folder() as one, folder() as other:
-        by_file = write_all(Mover(one, SaveOptions(threads=2)), meta, array, style)
+        by_file = write_all(Mover.of(one, SaveOptions(threads=2)), meta, array, style)
         write_with_tensorstore(other, meta, array)
         assert stored_files(one.path, meta) == stored_files(other.path, meta)
         for index, record in by_file.items():
@@ -206,8 +206,10 @@ def test_any_region_is_read_into_any_destination(
 ) -> None:
     meta, array, _ = case
     with folder() as place:
-        manifest = manifest_of(meta, write_all(Mover(place, SaveOptions(threads=1)), meta, array))
-        for read in (Mover(place, SaveOptions(threads=2)).read, partial(read_decoded, place)):
+        manifest = manifest_of(
+            meta, write_all(Mover.of(place, SaveOptions(threads=1)), meta, array)
+        )
+        for read in (Mover.of(place, SaveOptions(threads=2)).read, partial(read_decoded, place)):
             for known in (none, lambda: manifest):
                 boxes = data.draw(st.lists(regions(meta.shape), min_size=1, max_size=3))
                 outs = []
@@ -227,7 +229,7 @@ def test_zarr_and_tensorstore_read_what_was_written(
 ) -> None:
     meta, array, style = case
     with folder() as place:
-        write_all(Mover(place, SaveOptions(threads=1)), meta, array, style)
+        write_all(Mover.of(place, SaveOptions(threads=1)), meta, array, style)
         place.write(f"{meta.node}/{meta.document_name}", documents.array_document(meta).encode())
         assert bits(np.asarray(open_array(place, meta).read().result())) == bits(array)
         opened = zarr.open_array(f"{place.url}/{meta.node}", mode="r")
@@ -255,7 +257,7 @@ def large(
     shape, chunk, dtype = request.param
     meta, array = make_meta(shape, chunk, dtype), random_array(shape, dtype)
     place = Location.of(tmp_path_factory.mktemp("large"))
-    written = write_all(Mover(place, SaveOptions(threads=1)), meta, array, "transposed")
+    written = write_all(Mover.of(place, SaveOptions(threads=1)), meta, array, "transposed")
     return meta, array, place, manifest_of(meta, written)
 
 
@@ -271,7 +273,7 @@ def test_large_chunks_are_the_same_files_from_any_source(large: Large, tmp_path:
         if style == "tensorstore":
             write_with_tensorstore(other, meta, array)
         else:
-            write_all(Mover(other, SaveOptions(threads=2)), meta, array, style)
+            write_all(Mover.of(other, SaveOptions(threads=2)), meta, array, style)
         found = {path.name: path for path in (other.path / meta.node).iterdir()}
         assert found.keys() == expected.keys()
         for name, path in found.items():
@@ -303,14 +305,14 @@ def test_any_region_of_large_chunks_is_read(large: Large, data: st.DataObject) -
     style = data.draw(st.sampled_from(("plain", "transposed", "strided")))
     for known in (none, lambda: manifest):
         out = strided(np.zeros(box.shape, array.dtype), style)
-        Mover(place, SaveOptions(threads=2)).read([RegionRead(meta, box, out)], known)
+        Mover.of(place, SaveOptions(threads=2)).read([RegionRead(meta, box, out)], known)
         assert bits(out) == bits(array[box.slices])
 
 
 def test_large_regions_at_block_boundaries(large: Large) -> None:
     """Rows that begin or end at, just before and just behind a block's boundary."""
     meta, array, place, manifest = large
-    mover = Mover(place, SaveOptions(threads=1))
+    mover = Mover.of(place, SaveOptions(threads=1))
     row = meta.chunk_bytes // meta.grid.chunk_shape[0]
     block = block_bytes(meta.chunk_bytes)
     edge = min(meta.shape[0], meta.grid.chunk_shape[0])
@@ -332,12 +334,12 @@ def test_contiguous_part_reads_little_more_than_it_wants(tmp_path: Path) -> None
     size = 16 * 1024 * 1024
     meta, array = make_meta((size,), (size,), "uint8"), random_array((size,), "uint8")
     place = Location.of(tmp_path)
-    manifest = manifest_of(meta, write_all(Mover(place), meta, array))
+    manifest = manifest_of(meta, write_all(Mover.of(place), meta, array))
     block = block_bytes(size)
     for low, high in [(0, 10), (5, size // 2), (block - 1, block + 1), (size - 3, size)]:
         before = counters.copy()
         out = np.zeros(high - low, np.uint8)
-        Mover(place).read([RegionRead(meta, Box((low,), (high - low,)), out)], lambda: manifest)
+        Mover.of(place).read([RegionRead(meta, Box((low,), (high - low,)), out)], lambda: manifest)
         after = counters.copy()
         assert bits(out) == bits(array[low:high])
         read = after["bytes_read"] - before["bytes_read"]
@@ -351,7 +353,7 @@ def test_whole_chunks_need_no_manifest(tmp_path: Path) -> None:
         random_array((1000, 1000), "float32"),
     )
     place = Location.of(tmp_path)
-    written = write_all(Mover(place), meta, array)
+    written = write_all(Mover.of(place), meta, array)
 
     def never() -> Manifest | None:
         raise AssertionError("the manifest was asked for")
@@ -359,7 +361,7 @@ def test_whole_chunks_need_no_manifest(tmp_path: Path) -> None:
     meta.crcs = b"".join(record.crc.to_bytes(4, "little") for _, record in sorted(written.items()))
     for style in ("plain", "transposed"):
         out = strided(np.zeros((900, 1000), np.float32), style)
-        Mover(place).read([RegionRead(meta, Box((0, 0), (900, 1000)), out)], never)
+        Mover.of(place).read([RegionRead(meta, Box((0, 0), (900, 1000)), out)], never)
         assert bits(out) == bits(array[:900])
 
 
@@ -368,10 +370,10 @@ def test_padding_of_an_edge_chunk_is_not_read(tmp_path: Path) -> None:
     meta = make_meta((size + 100,), (size,), "uint8")
     array = random_array((size + 100,), "uint8")
     place = Location.of(tmp_path)
-    manifest = manifest_of(meta, write_all(Mover(place), meta, array))
+    manifest = manifest_of(meta, write_all(Mover.of(place), meta, array))
     before = counters.copy()["bytes_read"]
     out = np.zeros(100, np.uint8)
-    Mover(place).read([RegionRead(meta, Box((size,), (100,)), out)], lambda: manifest)
+    Mover.of(place).read([RegionRead(meta, Box((size,), (100,)), out)], lambda: manifest)
     assert bits(out) == bits(array[size:])
     assert counters.copy()["bytes_read"] - before <= block_bytes(size)
 
@@ -388,8 +390,8 @@ def test_memory_stays_small_for_huge_chunks(tmp_path: Path) -> None:
     try:
         records: list[ChunkRecord] = []
         writes = [ChunkWrite(meta, (0, 0), source)]
-        Mover(place).write(writes, lambda _, record: records.append(record))
-        Mover(place).read([RegionRead(meta, Box((0, 0), shape), out)], none)
+        Mover.of(place).write(writes, lambda _, record: records.append(record))
+        Mover.of(place).read([RegionRead(meta, Box((0, 0), shape), out)], none)
         left, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -406,7 +408,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Large:
     shape, chunk = (700, 300), (400, 300)  # 480,000 bytes a chunk, blocks of 16 KiB
     meta, array = make_meta(shape, chunk, "float32"), random_array(shape, "float32")
     place = Location.of(tmp_path_factory.mktemp("sound"))
-    return meta, array, place, manifest_of(meta, write_all(Mover(place), meta, array))
+    return meta, array, place, manifest_of(meta, write_all(Mover.of(place), meta, array))
 
 
 @contextlib.contextmanager
@@ -423,7 +425,7 @@ Read = Callable[[Sequence[RegionRead], Callable[[], Manifest | None]], None]
 
 
 def with_files(place: Location) -> Read:
-    return Mover(place).read
+    return Mover.of(place).read
 
 
 def with_tensorstore(place: Location) -> Read:
@@ -462,7 +464,7 @@ def test_a_flipped_byte_is_found_by_every_read_that_touches_its_block(
     first, last = start * row // block, ((start + count) * row - 1) // block
     touched = first <= position // block <= last
     turned = data.draw(st.booleans())
-    read = Mover(place, SaveOptions(threads=1)).read
+    read = Mover.of(place, SaveOptions(threads=1)).read
     with damaged(path, bytes(content)):
         if touched or count == 400:
             with pytest.raises(ChunkCorruptError) as caught:
@@ -535,7 +537,7 @@ def test_tensorstore_names_the_right_one_of_many_chunks(tmp_path: Path) -> None:
         meta = make_meta((24,), (2,), "int32", v2=v2)
         place = Location.of(tmp_path / str(v2))
         place.path.mkdir()
-        write_all(Mover(place), meta, random_array((24,), "int32"))
+        write_all(Mover.of(place), meta, random_array((24,), "int32"))
         (place.path / meta.node / meta.chunk_key((11,))).unlink()
         out = np.zeros(24, np.int32)
         with pytest.raises(ChunkMissingError) as caught:
@@ -548,7 +550,7 @@ def test_a_refusing_store_is_no_damage(tmp_path: Path) -> None:
     place = Location.of(tmp_path)
     meta = replace(meta, node="n" * 300)  # longer than the file system allows
     with pytest.raises(StorageError) as caught:
-        Mover(place).read([RegionRead(meta, Box((0,), (4,)), np.zeros(4, np.int32))], none)
+        Mover.of(place).read([RegionRead(meta, Box((0,), (4,)), np.zeros(4, np.int32))], none)
     assert caught.value.key == meta.key
 
 
@@ -556,7 +558,7 @@ def test_a_manifest_of_another_grid_is_not_used(sound: Large, tmp_path: Path) ->
     _, array, _, manifest = sound
     other = make_meta((700, 300), (350, 150), "float32")
     place = Location.of(tmp_path)
-    write_all(Mover(place), other, array)
+    write_all(Mover.of(place), other, array)
     box = Box((300, 100), (200, 100))
     assert bits(read_with(with_files(place), other, box, manifest)) == bits(array[box.slices])
 
@@ -574,14 +576,14 @@ def test_the_first_error_stops_the_others(tmp_path: Path) -> None:
 
     writes = [ChunkWrite(meta, (i, 0), lambda i=i: source(i)) for i in range(64)]
     with pytest.raises(ValueError, match="the device is gone"):
-        Mover(Location.of(tmp_path), SaveOptions(threads=2)).write(writes, lambda *_: None)
+        Mover.of(Location.of(tmp_path), SaveOptions(threads=2)).write(writes, lambda *_: None)
     assert len(started) <= 3 + 1 + 2
 
 
 def test_a_source_of_the_wrong_shape_or_type_is_refused(tmp_path: Path) -> None:
     meta = make_meta((5, 4), (2, 4), "float32")
     place = Location.of(tmp_path)
-    mover = Mover(place)
+    mover = Mover.of(place)
     for wrong in (np.zeros((2, 3), "f4"), np.zeros((2, 4), "i4"), np.zeros((4, 2), "f4")):
         with pytest.raises(ValueError, match=r"layer/0\.weight"):
             mover.write([ChunkWrite(meta, (0, 0), wrong)], lambda *_: None)
@@ -600,7 +602,7 @@ def test_the_folder_of_a_swept_attempt_does_not_come_back(tmp_path: Path) -> Non
     meta = make_meta((4,), (4,), "int32")
     place = Location.of(tmp_path / "swept")
     with pytest.raises(StorageError, match="removed it while it was in use"):
-        write_all(Mover(place), meta, random_array((4,), "int32"))
+        write_all(Mover.of(place), meta, random_array((4,), "int32"))
     assert not os.path.exists(place.url)
 
 
@@ -621,7 +623,7 @@ def test_reads_and_writes_cut_short_are_gone_on_with(
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, memoryview(data)[:1000]))
     meta, array = make_meta((30, 100), (20, 100), "float32"), random_array((30, 100), "float32")
     place = Location.of(tmp_path)
-    manifest = manifest_of(meta, write_all(Mover(place), meta, array))
+    manifest = manifest_of(meta, write_all(Mover.of(place), meta, array))
     for known in (None, manifest):
         for box in (Box((0, 0), (30, 100)), Box((3, 10), (20, 30)), Box((1, 0), (18, 100))):
             assert bits(read_with(with_files(place), meta, box, known)) == bits(array[box.slices])
@@ -641,7 +643,7 @@ def test_a_small_scratch_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         array = random_array(shape, dtype, case)
         place = Location.of(tmp_path / str(case))
         place.path.mkdir()
-        write_all(Mover(place, SaveOptions(threads=1)), meta, array, STYLES[case % 4])
+        write_all(Mover.of(place, SaveOptions(threads=1)), meta, array, STYLES[case % 4])
         for _ in range(4):
             offset = tuple(int(rng.integers(0, n)) for n in shape)
             size = tuple(
@@ -649,5 +651,5 @@ def test_a_small_scratch_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
             )
             box = Box(offset, size)
             out = strided(np.zeros(size, array.dtype), STYLES[case % 3])
-            Mover(place, SaveOptions(threads=1)).read([RegionRead(meta, box, out)], none)
+            Mover.of(place, SaveOptions(threads=1)).read([RegionRead(meta, box, out)], none)
             assert bits(out) == bits(array[box.slices])

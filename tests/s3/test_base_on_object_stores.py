@@ -18,14 +18,15 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import base
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.base import COPY_THREADS, ReusingMover, read_base
+from shardstore.storage.commit.base import ReusingMover, read_base
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.prefix import ObjectPrefix
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import EmbeddedServer, S3Server
@@ -219,7 +220,9 @@ def test_a_late_attempt_copies_nothing(place: Place) -> None:
     late = object_commit.begin(target, SaveOptions())
     stored = StoredCheckpoint(there, documents=read_base(there))
     array = stored.arrays["w0"]
-    copies = ReusingMover(Mover(target, SaveOptions(), late), stored, late, RankManifest(0))
+    copies = ReusingMover(
+        Mover.of(target, SaveOptions(), late.check), stored, late, RankManifest(0)
+    )
     first, second = (
         ChunkWrite(array, (row, 0), tensors["w0"][row : row + 1].numpy()) for row in (0, 1)
     )
@@ -262,4 +265,4 @@ def test_nothing_is_hashed_after_a_failed_request(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(base.ReusingMover, "take", refuse)
     with pytest.raises(StorageError, match="the store is gone"):
         save(tensors, second, base=first[0])
-    assert len(hashed) <= 2 * COPY_THREADS
+    assert len(hashed) <= 2 * ObjectPrefix.copy_requests

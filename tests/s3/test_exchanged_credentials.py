@@ -16,7 +16,6 @@ import shardstore
 from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import object_io
 from testing.s3_servers import ROOT, S3Server
 from tests.helpers.processes import run_to_end
 from tests.helpers.s3_checkpoints import state
@@ -98,7 +97,7 @@ def test_exchanged_credentials_reach_both_clients(
     url = f"s3://{bucket}/run"
     shardstore.save(state(1), f"{url}/1", storage_options=options)
     place = Location.of(f"{url}/chunks", options)
-    under_way = object_io(place)
+    under_way = place.io()
     assert under_way.put("first", [b"x"], create=True)
     exchange()
     shardstore.save(state(2), f"{url}/2", storage_options=options)

@@ -19,7 +19,6 @@ from shardstore.errors import StorageError
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import object_io
 from shardstore.storage.stores.s3 import S3Settings
 from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import state
@@ -55,8 +54,8 @@ def failures(server: S3Server, bucket: str) -> Iterator[Callable[[], Any]]:
     place = Location.of(url, options)
     yield lambda: shardstore.save(state(1), f"{url}-not", storage_options=options)
     yield lambda: shardstore.load({"w": state(0)["w"]}, url, storage_options=options)
-    yield lambda: object_io(place).get("w/c.0.0")
-    yield lambda: object_io(place).put("w/c.0.0", [b"x"], create=True)
+    yield lambda: place.io().get("w/c.0.0")
+    yield lambda: place.io().put("w/c.0.0", [b"x"], create=True)
     yield lambda: place.read("zarr.json")
     yield lambda: shardstore.sweep(url, storage_options=options)
     wrong: dict[str, Any]

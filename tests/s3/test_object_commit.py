@@ -48,7 +48,7 @@ META = ArrayMeta("w", "w", Grid((4, 8), (2, 8)), "float32")
 def write_chunks(attempt: ObjectAttempt, value: float) -> None:
     data = np.full((2, 8), value, np.float32)
     writes = [ChunkWrite(META, (i, 0), data) for i in range(2)]
-    Mover(attempt.location, attempt=attempt).write(writes, lambda *_: None)
+    Mover.of(attempt.location, check=attempt.check).write(writes, lambda *_: None)
 
 
 def commit(attempt: ObjectAttempt, content: bytes | None = None) -> None:

@@ -32,11 +32,10 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.counters import counters
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location, StoreUrl
-from shardstore.storage.stores.objects import object_io, read_many
 from shardstore.storage.stores.remote import RemoteStore
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
@@ -71,7 +70,7 @@ def test_objects_are_the_bytes_that_files_are(
     files = Location.of(tmp_path_factory.mktemp("files"))
     objects = Location.of(f"memory://{uuid.uuid4().hex}/c")
     records: list[dict[tuple[int, ...], ChunkRecord]] = [{}, {}]
-    for mover, found in zip((Mover(files), Mover(objects)), records, strict=True):
+    for mover, found in zip((Mover.of(files), Mover.of(objects)), records, strict=True):
         mover.write(writes, lambda item, record, found=found: found.update({item.index: record}))
     assert records[0] == records[1]
     for name in files.listing("w"):
@@ -80,7 +79,7 @@ def test_objects_are_the_bytes_that_files_are(
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     length = tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True))
     out = np.zeros(tuple(reversed(length)), kind).transpose()
-    Mover(objects).read([RegionRead(meta, Box(start, length), out)], lambda: None)
+    Mover.of(objects).read([RegionRead(meta, Box(start, length), out)], lambda: None)
     assert out.tobytes() == array[(..., *Box(start, length).slices)].tobytes()
     # With the checksums of the commit small chunks that are wanted whole take a shorter way.
     by_index = {meta.grid.linear(index): record.crc for index, record in records[0].items()}
@@ -88,7 +87,7 @@ def test_objects_are_the_bytes_that_files_are(
     out = np.zeros(shape, kind)
     known = replace(meta, crcs=crcs)
     before = counters.copy()
-    Mover(objects).read([RegionRead(known, whole, out)], lambda: None)
+    Mover.of(objects).read([RegionRead(known, whole, out)], lambda: None)
     assert out.tobytes() == array.tobytes()
     assert counters.copy()["chunks_read"] - before["chunks_read"] == len(writes)
 
@@ -132,7 +131,7 @@ def test_a_small_chunk_that_is_not_what_was_saved(
     reads = [RegionRead(arrays[f"k{i}"], Box((0,), (1024,)), out[i]) for i in range(MANY)]
     try:
         with pytest.raises(kind) as caught:
-            Mover(many, SaveOptions(budget_bytes=1 << 20)).read(reads, lambda: None)
+            Mover.of(many, SaveOptions(budget_bytes=1 << 20)).read(reads, lambda: None)
     finally:
         many.remote.write("k7/c.0", there)
     assert said in str(caught.value)
@@ -148,7 +147,7 @@ def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None
         Location.of(f"memory://{where}"),
         Location.of(f"s3://{where}", s3_server.storage_options),
     ):
-        io = object_io(place)
+        io = place.io()
         assert io.put("a/b", [b"01234", memoryview(b"56789")], create=True)
         assert not io.put("a/b", [b"other"], create=True)
         assert io.get("a/b") == b"0123456789"
@@ -171,8 +170,8 @@ def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None
         for name in ("layers%2F0.b~x", "%5F_a", "\u00e4 b"):
             assert io.put(name, [name.encode()], create=True)
             assert place.read(name) == io.get(name) == name.encode()
-        assert read_many(place, ["a/b", "none", "a/b"]) == [b"new", None, b"new"]
-        assert read_many(place, []) == []
+        assert place.read_many(["a/b", "none", "a/b"]) == [b"new", None, b"new"]
+        assert place.read_many([]) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import RanksError, StorageError
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.tensorstore import KvStoreIO, kvstore_spec
+from shardstore.storage.stores.tensorstore import KvStoreIO
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
@@ -128,8 +128,8 @@ def test_credentials_are_nowhere_to_be_seen(
     seen += (
         repr(pickle.dumps(place.place))
         + repr(place.remote)
-        + repr(KvStoreIO(place).opened())
-        + repr(kvstore_spec(place))
+        + repr(KvStoreIO(place.url, place.options).opened())
+        + repr(place.kvstore())
     )
     wrong = {
         **s3_server.storage_options,

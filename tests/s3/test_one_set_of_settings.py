@@ -24,10 +24,9 @@ from shardstore.convert import convert
 from shardstore.errors import ArgumentError, ChunkMissingError, StorageError
 from shardstore.inspection.verify import verify
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores import remote, tensorstore
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import object_io
+from shardstore.storage.stores.prefix import ObjectPrefix
 from shardstore.strategies import zarr as zarr_strategy
 from testing.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
 from testing.s3_servers import S3Server, free_port
@@ -311,7 +310,7 @@ def test_a_silent_server_is_given_up_and_the_next_request_works(
         server = s3_server.at(proxy.endpoint_url)
         place = Location.of(f"s3://{server.new_bucket()}/run", server.storage_options)
         place.write("here", b"x")
-        io = object_io(place)
+        io = place.io()
         assert isinstance(io, tensorstore.KvStoreIO)
         proxy.add(Fault.SILENCE, path="/run/silent")
         with pytest.raises(StorageError, match="no answer within 1 s"):
@@ -325,7 +324,8 @@ def test_two_stores_behind_one_url_are_found_out(
 ) -> None:
     bucket, other = s3_server.new_bucket(), s3_server.new_bucket()
     elsewhere = Location.of(f"s3://{other}/run", s3_server.storage_options)
-    monkeypatch.setattr(object_commit, "object_io", lambda place: object_io(elsewhere))
+    io = elsewhere.io()
+    monkeypatch.setattr(ObjectPrefix, "io", lambda place: io)
     with pytest.raises(StorageError, match="documents and chunks go to different stores"):
         shardstore.save(state(1), f"s3://{bucket}/run", storage_options=s3_server.storage_options)
     assert s3_server.keys(bucket) == []

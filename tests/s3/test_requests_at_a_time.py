@@ -20,10 +20,11 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.parallel import kept_memory
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores import objects as objects_module
+from shardstore.storage.runtime.parallel import kept_memory
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.prefix import ObjectPrefix
+from shardstore.storage.stores.remote import FileSystemIO
 
 
 def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,11 +33,11 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     flying, peak, most = 0, 0, 0
     lock = threading.Lock()
 
-    class Counting(objects_module.FileSystemIO):
+    class Counting(FileSystemIO):
         requests = small_requests = 32
 
         def __init__(self, location: Location) -> None:
-            self.inner = objects_module.object_io(location)
+            self.inner = FileSystemIO(location.remote)
 
         def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
             with self._count(sum(map(len, parts))):
@@ -60,10 +61,10 @@ def test_requests_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
             with lock:
                 flying -= size
 
-    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Counting)
+    monkeypatch.setattr(ObjectPrefix, "io", lambda place: Counting(place))
     meta = ArrayMeta("w", "w", Grid((64, 16384), (1, 16384)), "float32")
     array = np.random.default_rng(0).random((64, 32768), np.float32)[:, ::2]  # to be gathered
-    mover = Mover(place, SaveOptions(budget_bytes=1 << 20))
+    mover = Mover.of(place, SaveOptions(budget_bytes=1 << 20))
     mover.write(
         [ChunkWrite(meta, (i, 0), array[i : i + 1]) for i in range(64)], lambda item, record: None
     )
@@ -89,11 +90,11 @@ def test_small_objects_wait_for_no_large_one(
     small_gone = ended = 0
     watching = False
 
-    class Waiting(objects_module.FileSystemIO):
+    class Waiting(FileSystemIO):
         requests = small_requests = 4
 
         def __init__(self, location: Location) -> None:
-            self.inner = objects_module.object_io(location)
+            self.inner = FileSystemIO(location.remote)
 
         def put(self, key: str, parts: Sequence[bytes | memoryview], *, create: bool) -> bool:
             with self._under_way(key):
@@ -123,7 +124,7 @@ def test_small_objects_wait_for_no_large_one(
             with changed:
                 ended += 1
 
-    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Waiting)
+    monkeypatch.setattr(ObjectPrefix, "io", lambda place: Waiting(place))
     state = {
         **{f"large{i}": torch.full((512, 512), float(i)) for i in range(3)},
         **{f"small{i}": torch.full((4,), float(i)) for i in range(12)},
@@ -149,7 +150,7 @@ def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> No
     under_way = {"large": 0, "small": 0}
     most = {"large": 0, "small": 0}
 
-    class Counting(objects_module.FileSystemIO):
+    class Counting(FileSystemIO):
         requests, small_requests = 2, 8
 
         def __init__(self, location: Location) -> None:
@@ -168,7 +169,7 @@ def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> No
                 under_way[kind] -= 1
             return True
 
-    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Counting)
+    monkeypatch.setattr(ObjectPrefix, "io", lambda place: Counting(place))
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
     large = ArrayMeta("large", "large", Grid((8, 1 << 18), (1, 1 << 18)), "float32")
@@ -176,7 +177,7 @@ def test_small_objects_have_more_requests(monkeypatch: pytest.MonkeyPatch) -> No
     writes[50:50] = [
         ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(8)
     ]
-    Mover(place).write(writes, lambda item, record: None)
+    Mover.of(place).write(writes, lambda item, record: None)
     assert most["large"] <= 2
     assert 6 <= most["small"] <= 8
 
@@ -188,7 +189,7 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
     begun: list[str] = []
     both = threading.Barrier(2)
 
-    class Refusing(objects_module.FileSystemIO):
+    class Refusing(FileSystemIO):
         requests, small_requests = 2, 8
 
         def __init__(self, location: Location) -> None:
@@ -203,13 +204,13 @@ def test_after_an_error_none_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.05)  # the others do come to wait
             raise StorageError(f"{self.url}/{key} is refused", url=self.url)
 
-    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Refusing)
+    monkeypatch.setattr(ObjectPrefix, "io", lambda place: Refusing(place))
     large = ArrayMeta("large", "large", Grid((20, 1 << 18), (1, 1 << 18)), "float32")
     small = ArrayMeta("small", "small", Grid((400,), (4,)), "float32")
     writes = [ChunkWrite(small, (i,), np.zeros(4, np.float32)) for i in range(22)]
     writes += [ChunkWrite(large, (i, 0), np.zeros((1, 1 << 18), np.float32)) for i in range(20)]
     with pytest.raises(StorageError, match="is refused") as caught:
-        Mover(place).write(writes, lambda item, record: None)
+        Mover.of(place).write(writes, lambda item, record: None)
     assert caught.value.key == "large"
     assert len(begun) == 2
 
@@ -220,7 +221,7 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
     """What a chunk with gaps is gathered in is given back before it is sent."""
     kept: list[bool] = []
 
-    class Looking(objects_module.FileSystemIO):
+    class Looking(FileSystemIO):
         requests = small_requests = 2
 
         def __init__(self, location: Location) -> None:
@@ -230,10 +231,10 @@ def test_gathered_chunks_keep_no_memory_of_threads_that_wait(
             kept.append(hasattr(kept_memory, "scratch"))
             return True
 
-    monkeypatch.setattr("shardstore.storage.movers.object_mover.object_io", Looking)
+    monkeypatch.setattr(ObjectPrefix, "io", lambda place: Looking(place))
     meta = ArrayMeta("w", "w", Grid((4, 1 << 18), (1, 1 << 18)), "float32")
     data = np.zeros((4, 1 << 19), np.float32)[:, ::2]
     place = Location.of(f"memory://{uuid.uuid4().hex}/c")
     writes = [ChunkWrite(meta, (i, 0), data[i : i + 1]) for i in range(4)]
-    Mover(place).write(writes, lambda item, record: None)
+    Mover.of(place).write(writes, lambda item, record: None)
     assert kept == [False] * 4

@@ -304,7 +304,6 @@ logging.basicConfig(level=logging.INFO)
 logging.getLogger("shardstore").setLevel(logging.DEBUG)
 import shardstore
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import object_io
 from shardstore.strategies import zarr as zarr_strategy
 from tests.helpers.s3_checkpoints import state
 about = json.loads(sys.stdin.readline())

@@ -14,7 +14,7 @@ import pytest
 import shardstore
 
 ROOT = Path(shardstore.__file__).parent
-FILES = 132
+FILES = 137
 TOP_MODULES = 20
 MODULES_IN_A_FOLDER = 16
 UPWARDS = 1
@@ -32,9 +32,12 @@ LAYERS = (
     "storage",
     "errors progress zarr_dtypes",
 )
+# The floors of the room `storage`, from the highest. Each imports from itself and the floors below.
+FLOORS = ("commit checkpoint", "movers", "stores", "format options", "runtime")
 INTERFACES = {"strategies.base": 6, "strategies.async_utils": 6}
 """Modules of a room that rooms below it implement or hand on: name -> their layer."""
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms.split(" ")}
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 
 
 def name_of(file: Path) -> str:
@@ -93,6 +96,21 @@ def test_rooms_import_only_downwards() -> None:
         if layer(other) < layer(module)
     ]
     assert len(upwards) <= UPWARDS, "\n".join(upwards)
+
+
+def test_floors_of_storage_import_only_downwards() -> None:
+    def floor(module: str) -> int | None:
+        inner = module.removeprefix("shardstore.storage.").partition(".")[0]
+        return FLOOR[inner] if module.startswith("shardstore.storage.") else None
+
+    assert not [
+        f"{module} imports {other}"
+        for module, tree in MODULES.items()
+        for other in sorted(set(imports(tree, True)))
+        if (above := floor(module)) is not None
+        and (below := floor(other)) is not None
+        and below < above
+    ]
 
 
 def test_folders_and_files_are_few() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 W = torch.arange(64 * 256, dtype=torch.float32).reshape(64, 256)

@@ -8,11 +8,32 @@ which the next attempt removes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.stores.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """The remains of one dead save: a dead attempt, or an upload that was never completed.
+
+    Attributes:
+        url: target of the attempt, or URL of the upload.
+        objects: number of its objects or files.
+        stored_bytes: their size in bytes; 0 for an upload, whose size the store does not report.
+        kind: ``"attempt"`` or ``"upload"``.
+    """
+
+    url: str
+    objects: int
+    stored_bytes: int
+    kind: str
+
+
+DeadTarget = tuple[Location, Callable[[], list[str]]]
+"""The target of a dead save, and a function that removes its remains and returns their URLs."""
 
 
 class SupersededError(StorageError):
@@ -75,6 +96,12 @@ class Attempt(ABC):
         Raises:
             StorageError: the store failed, or a newer attempt owns the target.
         """
+
+    def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
+        """Write documents, see :meth:`put_all`, and chunks by ``work``. In a folder one after the
+        other, because threads that create small files hold each other up."""
+        work()
+        self.put_all(documents)
 
     def flush(self) -> None:  # noqa: B027 (what a store acknowledged is durable)
         """Wait until everything that this rank wrote is durable."""

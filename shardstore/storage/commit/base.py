@@ -14,12 +14,9 @@ module reads the claims before each copy.
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -32,17 +29,12 @@ from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.movers.chunk_bytes import pieces
 from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.mover import Mover, check_chunk
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger(__name__)
-
-COPY_THREADS = 32
-"""Number of concurrent copy requests. They need no memory for data."""
-LEAST_COPIED = 4096
-"""Smaller objects are written, because the two requests of a copy cost more."""
 
 
 def read_base(location: Location) -> dict[str, bytes]:
@@ -86,14 +78,11 @@ class ReusingMover:
         one, other = self.base.location, self.attempt.location
         # Read now, not by each of the threads.
         self._arrays, self._base_manifest = self.base.arrays, self.base.manifest
-        self._is_far = not one.is_local
         self._damaged: list[str] = []
         self._refused = threading.Event()
         self._turn, self._checked = threading.Lock(), -1.0
         self._hashing = threading.Semaphore()
-        if one.is_local != other.is_local or (
-            self._is_far and not one.remote.is_same_store(other.remote)
-        ):
+        if not other.shares_store(one):
             self._refuse("that is another store; all chunks are written")
 
     def _refuse(self, why: str) -> None:
@@ -103,7 +92,7 @@ class ReusingMover:
             logger.warning(
                 "chunks of %s cannot be %s to %s: %s",
                 self.base.location.url,
-                "copied" if self._is_far else "linked",
+                self.base.location.copied,
                 self.attempt.location.url,
                 why,
             )
@@ -121,7 +110,7 @@ class ReusingMover:
                 if (record := self._taken_over(item)) is not None:
                     taken[item.name] = record
 
-        threads = COPY_THREADS if self._is_far else options.threads or default_threads()
+        threads = base.location.copy_requests or options.threads or default_threads()
         run_batched(writes, work, threads=threads)
         if taken and base.location.read_range("zarr.json") != base.documents["zarr.json"]:
             logger.warning(
@@ -172,12 +161,13 @@ class ReusingMover:
             SupersededError: a newer attempt owns the target.
             StorageError: a damaged copy could not be removed.
         """
-        name, far = item.name, self._is_far
-        if record.stored_bytes < (LEAST_COPIED if far else CRC_BYTES):
+        name, place = item.name, self.attempt.location
+        if record.stored_bytes < max(CRC_BYTES, place.least_copied_bytes):
             return False
         taken, wrong = False, None
         try:
-            taken = self._copy(name) if far else self._link(name)
+            self._check()
+            taken = place.copy_from(self.base.location, name)
             if not taken or (wrong := self._damage(item, record)) is None:
                 return taken
         except SupersededError:
@@ -190,7 +180,7 @@ class ReusingMover:
             self._damaged.append(f"{name}, which {wrong}")
         if taken:
             # No write may go through a link into the base.
-            self.attempt.location.delete(name)
+            place.delete(name)
         return False
 
     def _damage(self, item: ChunkWrite, record: ChunkRecord) -> str | None:
@@ -207,7 +197,7 @@ class ReusingMover:
             return None
         with self._hashing:
             theirs = self._arrays[array.key]
-            read, problem = check_chunk(location, theirs, item.index, self._base_manifest)
+            read, problem = Mover.of(location).verify(theirs, item.index, self._base_manifest)
         counters.add(bytes_read=read)
         return None if problem is None else problem.text
 
@@ -222,25 +212,8 @@ class ReusingMover:
                 "; ".join(sorted(self._damaged)[:3]),
             )
 
-    def _link(self, name: str) -> bool:
-        """Make a hard link, unless the new checkpoint has a file of this name. Return whether it
-        was made. Symbolic links are not reused: they may lead out of the base."""
-        place = self.attempt.location
-        source, target = f"{self.base.location.url}/{name}", f"{place.url}/{name}"
-        with suppress(FileExistsError):  # another thread or rank created it first
-            os.mkdir(os.path.dirname(target))
-        try:
-            os.link(source, target, follow_symlinks=False)
-        except FileExistsError:
-            return False
-        if stat.S_ISREG(os.lstat(target).st_mode):
-            return True
-        place.delete(name)
-        return False
-
-    def _copy(self, name: str) -> bool:
-        """Let the store copy an object, unless the new checkpoint has an object of this name.
-        Return whether it was copied."""
+    def _check(self) -> None:
+        """Raise :class:`SupersededError` if a newer attempt owns the target."""
         asked = time.monotonic()
         # Threads share a check: one that began after a thread came here is valid for that thread.
         with self._turn:
@@ -248,4 +221,3 @@ class ReusingMover:
                 begun = time.monotonic()
                 self.attempt.check()
                 self._checked = begun
-        return self.attempt.location.remote.copy_from(self.base.location.remote, name)

@@ -5,21 +5,46 @@ A place holds a checkpoint if the document that commits it is there.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError
 from shardstore.storage.commit import folder, identity, objects
-from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.inventory import known_nodes, own_names
-from shardstore.storage.format.names import MANIFEST_NAME
+from shardstore.storage.commit.attempt import Attempt, DeadTarget, Leftover
 from shardstore.storage.options import SaveOptions, require_bool
+from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location
+from shardstore.storage.stores.prefix import ObjectPrefix
+
+P = TypeVar("P", bound=Location, contravariant=True)
+
+
+class Commits(Protocol[P]):
+    """How attempts begin and end, in folders (:mod:`.folder`) or in object stores
+    (:mod:`.objects`). The functions of this module say what each does."""
+
+    def begin(self, place: P, options: SaveOptions) -> Attempt: ...
+
+    def join(self, place: P, attempt_id: str, options: SaveOptions) -> Attempt: ...
+
+    def resumed(self, place: P, attempt_id: str, options: SaveOptions) -> Attempt | None: ...
+
+    def delete(self, place: P) -> None: ...
+
+    def dead_targets(self, root: P, older_than: timedelta) -> Iterator[DeadTarget]: ...
+
+    def sweep_below(self, place: P, older_than: timedelta, dry_run: bool) -> list[Leftover]: ...
+
+
+def commits_at(place: Location) -> Commits[Any]:
+    """Return how checkpoints are committed at a place."""
+    return _COMMITS[type(place)]
+
+
+_COMMITS: Mapping[type[Location], Commits[Any]] = {LocalFolder: folder, ObjectPrefix: objects}
 
 
 def begin(place: Location, options: SaveOptions) -> Attempt:
@@ -36,31 +61,30 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
             "checkpoint, or save elsewhere",
             CheckpointExistsError,
         )
-    return folder.begin(place, options) if place.is_local else objects.begin(place, options)
+    return commits_at(place).begin(place, options)
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> Attempt:
     """Return the attempt that the coordinator began. Every other rank calls it."""
-    if place.is_local:
-        return folder.FolderAttempt(folder.real(place), attempt_id, options.overwrite)
-    return objects.ObjectAttempt(place, attempt_id)
+    return commits_at(place).join(place, attempt_id, options)
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """The remains of one dead save: a dead attempt, or an upload that was never completed.
+def resumed(place: Location, attempt_id: str, options: SaveOptions) -> Attempt | None:
+    """Take over the attempt of a dead process, so that this process continues it. Return ``None``
+    if the attempt has been swept, or no longer owns its target."""
+    return commits_at(place).resumed(place, attempt_id, options)
 
-    Attributes:
-        url: target of the attempt, or URL of the upload.
-        objects: number of its objects or files.
-        stored_bytes: their size in bytes; 0 for an upload, whose size the store does not report.
-        kind: ``"attempt"`` or ``"upload"``.
+
+def dead_targets(
+    root: Location, older_than: timedelta = folder.DEFAULT_AGE
+) -> Iterator[DeadTarget]:
+    """Yield the targets directly below a root that may hold remains of dead saves, each with a
+    function that removes them. ``older_than``: as for :func:`sweep`.
+
+    Raises:
+        StorageError: the store failed.
     """
-
-    url: str
-    objects: int
-    stored_bytes: int
-    kind: str
+    return commits_at(root).dead_targets(root, older_than)
 
 
 def sweep(
@@ -93,10 +117,7 @@ def sweep(
     require_bool("dry_run", dry_run)
     place = Location.of(root, storage_options)
     place.require_no_file()
-    if place.is_local:
-        return _sweep_folders(place, older_than, dry_run)
-    before = datetime.now(UTC) - older_than
-    return _sweep_targets(place, before, dry_run) + _sweep_uploads(place, before, dry_run)
+    return commits_at(place).sweep_below(place, older_than, dry_run)
 
 
 def latest(
@@ -137,7 +158,7 @@ def delete_checkpoint(
     """
     location = Location.of(place, storage_options)
     require_checkpoint(location)
-    (folder if location.is_local else objects).delete(location)
+    commits_at(location).delete(location)
 
 
 def require_checkpoint(location: Location) -> None:
@@ -146,72 +167,3 @@ def require_checkpoint(location: Location) -> None:
         other = identity.what_else(location)
         found = f"is {other}, not a checkpoint" if other else "is not a checkpoint"
         raise location.error(f" {found}; nothing was deleted", NotACheckpointError)
-
-
-def _sweep_targets(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
-    """Find targets in an object store that have no commit, and remove their objects if asked to.
-
-    It finds them by claims and marks, which are created first and removed last, or by a manifest.
-    Other programs may use all other names. Chunks of layout 1 belong to a checkpoint only if a mark
-    or a document lists them.
-    """
-    known = {name: (size, when) for name, size, when in place.remote.details()}
-    targets = set()
-    for name in known:
-        above, _, last = f"/{name}".rpartition("/")
-        if last == MANIFEST_NAME or above.endswith(f"/{identity.ATTEMPTS}"):
-            targets.add(above.removesuffix(f"/{identity.ATTEMPTS}").lstrip("/"))
-    found = []
-    for path in sorted(targets):
-        target, prefix = (place.child(path), f"{path}/") if path else (place, "")
-        if identity.is_committed(target):
-            continue
-        names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
-        own = [known[prefix + name] for name in own_names(names, *known_nodes(target, names))]
-        if not own or any(when is not None and when > before for _, when in own):
-            continue
-        found.append(Leftover(target.url, len(own), sum(size for size, _ in own), "attempt"))
-        if not dry_run:
-            with contextlib.suppress(CheckpointExistsError):  # it was committed in the meantime
-                objects.begin(target, SaveOptions(allow_unconditional=True)).withdraw_all()
-    return found
-
-
-def _sweep_uploads(place: Location, before: datetime, dry_run: bool) -> list[Leftover]:
-    """Find multipart uploads that were never completed (Amazon S3 API, ListMultipartUploads), and
-    abort them if asked to."""
-    store = place.remote
-    if not hasattr(store.fs, "_call_s3"):
-        return []
-    bucket, _, prefix = place.url.partition("://")[2].partition("/")
-    # The slash excludes places whose names only begin with the same letters.
-    asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
-    found: list[Leftover] = []
-    with store.errors("sweeping uploads below", ""):
-        while True:
-            listed = store.call("call_s3", "list_multipart_uploads", **asked)
-            for upload in listed.get("Uploads") or []:
-                if upload["Initiated"] > before:
-                    continue
-                one = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                found.append(Leftover(f"s3://{bucket}/{upload['Key']}", 1, 0, "upload"))
-                if not dry_run:
-                    store.call("call_s3", "abort_multipart_upload", **one)
-            if not listed.get("IsTruncated"):
-                return found
-            asked["KeyMarker"] = listed["NextKeyMarker"]
-            asked["UploadIdMarker"] = listed["NextUploadIdMarker"]
-
-
-def _sweep_folders(place: Location, older_than: timedelta, dry_run: bool) -> list[Leftover]:
-    found = []
-    for top, names, _ in os.walk(place.url):
-        lefts = list(folder.leftovers(top, older_than=older_than))
-        names[:] = {*names} - {left.location.name for left in lefts}
-        for left in lefts:
-            files = [path for path in left.location.path.rglob("*") if not path.is_dir()]
-            size = sum(path.lstat().st_size for path in files)
-            found.append(Leftover(left.location.url, len(files), size, "attempt"))
-            if not dry_run:
-                folder.sweep(left)
-    return found

@@ -27,18 +27,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from shardstore.errors import CheckpointExistsError, StorageError
-from shardstore.storage.commit.attempt import Attempt, exists_error
+from shardstore.storage.commit.attempt import Attempt, DeadTarget, Leftover, exists_error
 from shardstore.storage.commit.identity import has_dcp_metadata
 from shardstore.storage.commit.inventory import deletion_rounds, known_nodes, own_names
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS, key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
-from shardstore.storage.movers.parallel import default_threads, run_batched
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.stores.location import Location, fsync, store_errors
+from shardstore.storage.runtime.parallel import default_threads, run_batched
+from shardstore.storage.stores.folder import LocalFolder, fsync, store_errors
+from shardstore.storage.stores.location import Location
 
 OWNER_NAME = ".owner.json"
 """Name of the mark in an attempt's folder. Its content is the last part of the ID."""
@@ -79,11 +80,11 @@ class FolderAttempt(Attempt):
     overwrite: bool = False
     commits: Sequence[str] = COMMITS
 
-    @property
+    @cached_property
     def location(self) -> Location:
         """The attempt's folder."""
         parent, name = os.path.split(self.target.url)
-        return Location.of(f"{parent}/.{name}.attempt-{self.id}")
+        return LocalFolder(f"{parent}/.{name}.attempt-{self.id}")
 
     def require_seen(self) -> None:
         """See :meth:`Attempt.require_seen`. A network file system may show a new folder of another
@@ -284,11 +285,6 @@ def _own_entries(place: Location) -> set[str]:
     return {name.partition("/")[0] for name in own} | {OWNER_NAME}.intersection(names)
 
 
-def real(place: Location) -> Location:
-    """Return the folder that a place leads to by symbolic links."""
-    return Location.of(os.path.realpath(place.url))
-
-
 def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMITS) -> FolderAttempt:
     """Begin an attempt at a target. Only the coordinator calls it. ``commits`` are the names of the
     documents that tell that it is taken.
@@ -299,7 +295,7 @@ def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMIT
         StorageError: the target is a mount point or the working directory, or the attempt's folder
             cannot be created.
     """
-    target = real(place)
+    target = LocalFolder.real(place)
     there = target.exists()
     if there and not target.is_dir():
         raise target.error(" is a file; give a folder's path to save to", CheckpointExistsError)
@@ -327,14 +323,18 @@ def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMIT
     return attempt
 
 
-def resumed(place: Location, attempt_id: str, *, overwrite: bool = False) -> FolderAttempt | None:
-    """Take over the attempt of a dead process, so that this process continues it. Return ``None``
-    if the attempt has been swept."""
-    target = real(place)
+def join(place: Location, attempt_id: str, options: SaveOptions) -> FolderAttempt:
+    """See :meth:`Commits.join`."""
+    return FolderAttempt(LocalFolder.real(place), attempt_id, options.overwrite)
+
+
+def resumed(place: Location, attempt_id: str, options: SaveOptions) -> FolderAttempt | None:
+    """See :meth:`Commits.resumed`."""
+    target = LocalFolder.real(place)
     last = attempt_id.rpartition("-")[2]
-    for name in Location.of(os.path.dirname(target.url)).listing():
+    for name in LocalFolder(os.path.dirname(target.url)).listing():
         if (found := _ATTEMPT.fullmatch(name)) and found["last"] == last:
-            return FolderAttempt(target, found["id"], overwrite).taken_over()
+            return FolderAttempt(target, found["id"], options.overwrite).taken_over()
     return None
 
 
@@ -350,12 +350,37 @@ def leftovers(
         older_than: remains of another host are yielded once nothing was written to them for this
             time.
     """
-    for entry in Location.of(parent).listing():
+    for entry in LocalFolder(parent).listing():
         found = _ATTEMPT.fullmatch(entry)
         if found and target in (None, found["name"]):
-            attempt = FolderAttempt(Location.of(f"{parent}/{found['name']}"), found["id"])
+            attempt = FolderAttempt(LocalFolder(f"{parent}/{found['name']}"), found["id"])
             if _is_dead(found, attempt.location.url, older_than):
                 yield attempt
+
+
+def dead_targets(root: Location, older_than: timedelta) -> Iterator[DeadTarget]:
+    """See :meth:`Commits.dead_targets`."""
+
+    def remove(left: FolderAttempt) -> list[str]:
+        return [left.location.url] if sweep(left) else []
+
+    for left in leftovers(root.url, older_than=older_than):
+        yield left.target, partial(remove, left)
+
+
+def sweep_below(place: Location, older_than: timedelta, dry_run: bool) -> list[Leftover]:
+    """See :meth:`Commits.sweep_below`."""
+    found = []
+    for top, names, _ in os.walk(place.url):
+        lefts = list(leftovers(top, older_than=older_than))
+        names[:] = {*names} - {left.location.name for left in lefts}
+        for left in lefts:
+            files = [path for path in left.location.path.rglob("*") if not path.is_dir()]
+            size = sum(path.lstat().st_size for path in files)
+            found.append(Leftover(left.location.url, len(files), size, "attempt"))
+            if not dry_run:
+                sweep(left)
+    return found
 
 
 def sweep(left: FolderAttempt) -> bool:
@@ -389,11 +414,9 @@ def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
 def disk_of(place: Location) -> str:
     """Return the boot ID of this machine if a place is on a disk of its own, which other machines
     see through a network file system only; empty if it is not, or if that is unknown."""
-    path = place.url
     with contextlib.suppress(OSError):
-        while place.is_local and not os.path.exists(path):
-            path = os.path.dirname(path)
-        device = os.stat(path).st_dev
+        if (device := place.device()) is None:
+            return ""
         name = f" {os.major(device)}:{os.minor(device)} "
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()  # Linux man-pages, proc(5)
         kinds = {mount.partition(" - ")[2].split()[0] for mount in mounts if name in mount}

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
-from shardstore.storage.movers.parallel import run_together
+from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.location import Location
 
 ATTEMPTS = ".attempts"
@@ -93,7 +93,7 @@ def instead(location: Location) -> str | None:
     Callers already handle another error, so errors of the store are ignored.
     """
     try:
-        if not location.is_local or not location.path.is_file():
+        if not location.is_file():
             return _folder(location)
     except (CheckpointingException, OSError, NotImplementedError):
         return None
@@ -160,17 +160,16 @@ def is_committed(location: Location, names: Collection[str] | None = None) -> bo
     Raises:
         StorageError: the store failed.
     """
-    store = location.remote
 
     def config_text() -> bytes | StorageError | None:
         try:
-            return store.read_range(CONFIG_NAME, 0, None)
+            return location.read_range(CONFIG_NAME)
         except StorageError as error:
             return error
 
     if names is None:
         # One byte shows that the document exists, without reading a large one.
-        start, text = run_together(lambda: store.read_range("zarr.json", 0, 1), config_text)
+        start, text = run_together(lambda: location.read_range("zarr.json", 0, 1), config_text)
         has_root = start is not None
     else:
         has_root = "zarr.json" in names

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
@@ -26,8 +26,8 @@ from shardstore.storage.format.names import (
     object_place,
     require_inside,
 )
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.objects import read_many
 
 DELETING = f"{ATTEMPTS}/deleting"
 """Mark of a deletion that is still running or whose process died."""
@@ -84,13 +84,16 @@ def known_nodes(location: Location, names: Collection[str]) -> tuple[set[str], s
     if location.is_local and "zarr.json" not in names and not set(OWN_FILES).isdisjoint(names):
         ours |= {name.partition("/")[0] for name in names if name.endswith("/.zarray")}
     asked = sorted(documented - ours)
-    documents = [f"{node}/zarr.json" for node in asked]
-    if location.is_local:
-        texts = [_regular(location, name) for name in documents]
-    else:
-        texts = read_many(location, documents)
-    found = zip(asked, texts, strict=True)
-    foreign = {node for node, text in found if text is None or is_foreign_node(text)}
+    foreign: set[str] = set()
+
+    def read(nodes: Sequence[str]) -> None:
+        for node in nodes:
+            with suppress(DamagedCheckpointError):  # it is no regular file
+                text = location.read_range(f"{node}/zarr.json")
+                if text is None or is_foreign_node(text):
+                    foreign.add(node)
+
+    run_batched(asked, read, threads=location.threads())
     return ours, foreign
 
 
@@ -98,13 +101,6 @@ def _documented(names: Iterable[str]) -> set[str]:
     """Return the folders with a Zarr v3 document."""
     parts = (name.partition("/") for name in names)
     return {first for first, _, rest in parts if rest == "zarr.json"}
-
-
-def _regular(location: Location, name: str) -> bytes | None:
-    try:
-        return location.read_range(name)
-    except DamagedCheckpointError:
-        return b""
 
 
 def _described(location: Location) -> Iterator[set[str]]:

@@ -31,21 +31,41 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
 
-from shardstore.errors import CheckpointingException, StorageError
-from shardstore.storage.commit.attempt import Attempt, SupersededError, exists_error
-from shardstore.storage.commit.identity import ATTEMPTS, has_dcp_metadata, is_committed
-from shardstore.storage.commit.inventory import DELETING, deletion_rounds, numbers, remains
-from shardstore.storage.format.names import DCP_METADATA_NAME
-from shardstore.storage.movers.parallel import run_together
+from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
+from shardstore.storage.commit.attempt import (
+    Attempt,
+    DeadTarget,
+    Leftover,
+    SupersededError,
+    exists_error,
+)
+from shardstore.storage.commit.identity import (
+    ATTEMPTS,
+    has_dcp_metadata,
+    is_checkpoint,
+    is_committed,
+)
+from shardstore.storage.commit.inventory import (
+    DELETING,
+    deletion_rounds,
+    known_nodes,
+    numbers,
+    own_names,
+    remains,
+)
+from shardstore.storage.format.names import DCP_METADATA_NAME, MANIFEST_NAME
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import run_requests
-from shardstore.storage.stores.objects import begin_create, object_io
+from shardstore.storage.stores.object_io import Create, run_requests
+from shardstore.storage.stores.prefix import ObjectPrefix
 
 SETTLE_S = 30.0
 """Seconds that a new claim waits for an older attempt that is about to commit: more than one PUT
@@ -72,6 +92,8 @@ class ObjectAttempt(Attempt):
     It writes directly to its target. ``id`` is the number of the claim and a random part; the
     commit record contains it too.
     """
+
+    target: ObjectPrefix
 
     @property
     def number(self) -> int:
@@ -143,12 +165,15 @@ class ObjectAttempt(Attempt):
     def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
         """See :meth:`Attempt.put_all`. Replace objects of older attempts."""
         if documents:
-            place, io = self.target, object_io(self.target)
+            io, url = self.target.io(), self.target.url
             run_requests(
-                io,
-                documents,
-                lambda item, _: begin_create(io, place, item[0], [item[1]], self.check),
+                io, (Create(io, url, name, [data], self.check) for name, data in documents)
             )
+
+    def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
+        """See :meth:`Attempt.put_beside`."""
+        jobs = [partial(self.put_all, documents)] if documents else []
+        run_together(*jobs, work)
 
     # -- commit --------------------------------------------------------------------------------
 
@@ -394,7 +419,7 @@ def _described(target: Location, number: int) -> str:
     )
 
 
-def claimed(place: Location, names: Sequence[str] | None = None) -> ObjectAttempt:
+def claimed(place: ObjectPrefix, names: Sequence[str] | None = None) -> ObjectAttempt:
     """Claim a target with the next free number. Nothing at the target is deleted.
 
     Args:
@@ -429,7 +454,7 @@ def claimed(place: Location, names: Sequence[str] | None = None) -> ObjectAttemp
             )
 
 
-def begin(place: Location, options: SaveOptions) -> ObjectAttempt:
+def begin(place: ObjectPrefix, options: SaveOptions) -> ObjectAttempt:
     """Claim a target, and delete the objects of dead attempts. One process calls it.
 
     With ``overwrite``, a checkpoint at the target is deleted here, its commit first. Until the new
@@ -467,7 +492,7 @@ def _is_of_dcp(place: Location, names: Sequence[str]) -> bool:
     return DCP_METADATA_NAME in names and not dead and has_dcp_metadata(place)
 
 
-def _require_conditions(place: Location) -> None:
+def _require_conditions(place: ObjectPrefix) -> None:
     """Create a probe object twice, by the client for documents and by the one for chunks. The store
     must refuse the second creation.
 
@@ -482,7 +507,7 @@ def _require_conditions(place: Location) -> None:
     probe = f"{ATTEMPTS}/probe-{secrets.token_hex(8)}"
     try:
         first = store.create(probe, b"first")
-        second = object_io(place).put(probe, [b"second"], create=True)
+        second = place.io().put(probe, [b"second"], create=True)
         apart = first and second and store.read_range(probe, 0, None) == b"first"
     finally:
         with contextlib.suppress(StorageError):
@@ -507,7 +532,7 @@ def _require_conditions(place: Location) -> None:
         _honest.add(known)
 
 
-def delete(place: Location) -> None:
+def delete(place: ObjectPrefix) -> None:
     """Delete a checkpoint, its commit first. Objects of other programs stay. One process calls it.
 
     Two marks exist until everything is deleted. Newer attempts wait for the mark with the number of
@@ -536,3 +561,93 @@ def delete(place: Location) -> None:
     else:
         logger.warning("%s: deleted; the rest of its data is deleted by %s", place.url, by)
         attempt.withdraw()
+
+
+def join(place: ObjectPrefix, attempt_id: str, options: SaveOptions) -> ObjectAttempt:
+    """See :meth:`Commits.join`."""
+    return ObjectAttempt(place, attempt_id)
+
+
+def resumed(place: ObjectPrefix, attempt_id: str, options: SaveOptions) -> ObjectAttempt | None:
+    """See :meth:`Commits.resumed`."""
+    attempt = ObjectAttempt(place, attempt_id)
+    try:
+        attempt.check()
+    except StorageError:
+        return None
+    return attempt
+
+
+def dead_targets(root: ObjectPrefix, older_than: timedelta) -> Iterator[DeadTarget]:
+    """See :meth:`Commits.dead_targets`."""
+
+    def remove(place: ObjectPrefix) -> list[str]:
+        if is_checkpoint(place):
+            return []
+        return [left.url for left in sweep_below(place, older_than, False)]
+
+    for name in root.listing():
+        place = ObjectPrefix(f"{root.url}/{name}", root.options)
+        yield place, partial(remove, place)
+
+
+def sweep_below(place: ObjectPrefix, older_than: timedelta, dry_run: bool) -> list[Leftover]:
+    """See :meth:`Commits.sweep_below`."""
+    before = datetime.now(UTC) - older_than
+    return _sweep_targets(place, before, dry_run) + _sweep_uploads(place, before, dry_run)
+
+
+def _sweep_targets(place: ObjectPrefix, before: datetime, dry_run: bool) -> list[Leftover]:
+    """Find targets in an object store that have no commit, and remove their objects if asked to.
+
+    It finds them by claims and marks, which are created first and removed last, or by a manifest.
+    Other programs may use all other names. Chunks of layout 1 belong to a checkpoint only if a mark
+    or a document lists them.
+    """
+    known = {name: (size, when) for name, size, when in place.remote.details()}
+    targets = set()
+    for name in known:
+        above, _, last = f"/{name}".rpartition("/")
+        if last == MANIFEST_NAME or above.endswith(f"/{ATTEMPTS}"):
+            targets.add(above.removesuffix(f"/{ATTEMPTS}").lstrip("/"))
+    found = []
+    for path in sorted(targets):
+        prefix = f"{path}/" if path else ""
+        target = ObjectPrefix(f"{place.url}/{path}".rstrip("/"), place.options)
+        if is_committed(target):
+            continue
+        names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+        own = [known[prefix + name] for name in own_names(names, *known_nodes(target, names))]
+        if not own or any(when is not None and when > before for _, when in own):
+            continue
+        found.append(Leftover(target.url, len(own), sum(size for size, _ in own), "attempt"))
+        if not dry_run:
+            with contextlib.suppress(CheckpointExistsError):  # it was committed in the meantime
+                begin(target, SaveOptions(allow_unconditional=True)).withdraw_all()
+    return found
+
+
+def _sweep_uploads(place: ObjectPrefix, before: datetime, dry_run: bool) -> list[Leftover]:
+    """Find multipart uploads that were never completed (Amazon S3 API, ListMultipartUploads), and
+    abort them if asked to."""
+    store = place.remote
+    if not hasattr(store.fs, "_call_s3"):
+        return []
+    bucket, _, prefix = place.url.partition("://")[2].partition("/")
+    # The slash excludes places whose names only begin with the same letters.
+    asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
+    found: list[Leftover] = []
+    with store.errors("sweeping uploads below", ""):
+        while True:
+            listed = store.call("call_s3", "list_multipart_uploads", **asked)
+            for upload in listed.get("Uploads") or []:
+                if upload["Initiated"] > before:
+                    continue
+                one = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                found.append(Leftover(f"s3://{bucket}/{upload['Key']}", 1, 0, "upload"))
+                if not dry_run:
+                    store.call("call_s3", "abort_multipart_upload", **one)
+            if not listed.get("IsTruncated"):
+                return found
+            asked["KeyMarker"] = listed["NextKeyMarker"]
+            asked["UploadIdMarker"] = listed["NextUploadIdMarker"]

@@ -21,10 +21,9 @@ from shardstore.storage.format.manifest import ChunkRecord, RankManifest, conten
 from shardstore.storage.format.merge import Merged, merge
 from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.collector import collector_paused
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.parallel import run_together
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.collector import collector_paused
 
 CONFIG = "config"
 """Member of ``attributes.shardstore`` of the root group with the content of ``metadata.json``, so
@@ -119,19 +118,17 @@ class Files:
         self._kept_bytes += len(data)
 
     def flush_beside(self, work: Callable[[], None]) -> None:
-        """Write the collected files while ``work`` writes chunks; in a folder afterwards, because
-        threads that create small files hold each other up. Raises the errors of :meth:`put`."""
-        if self._kept and not self._attempt.location.is_local:
-            run_together(self.flush, work)
-        else:
-            work()
-            self.flush()
+        """Write the collected files, and chunks by ``work``, in the better order. Raises the errors
+        of :meth:`put`."""
+        self._attempt.put_beside(self._taken(), work)
 
     def flush(self) -> None:
         """Write the collected files. Raises the errors of :meth:`put`."""
-        kept, self._kept = self._kept, []
-        self._kept_bytes = 0
-        self._attempt.put_all(kept)
+        self._attempt.put_all(self._taken())
+
+    def _taken(self) -> list[tuple[str, bytes]]:
+        kept, self._kept, self._kept_bytes = self._kept, [], 0
+        return kept
 
 
 def write_chunks(
@@ -160,7 +157,7 @@ def write_chunks(
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    Mover(attempt.location, options, attempt).write(writes, done)
+    Mover.of(attempt.location, options, attempt.check).write(writes, done)
 
 
 def publish(

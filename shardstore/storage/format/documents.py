@@ -21,7 +21,7 @@ import msgspec
 from shardstore import errors
 from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
-from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.runtime.checksums import crc32c
 
 T = TypeVar("T")
 

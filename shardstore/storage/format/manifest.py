@@ -32,7 +32,7 @@ from shardstore.errors import AccessPatternError, DamagedCheckpointError, as_dam
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.names import require_inside
-from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.runtime.checksums import crc32c
 
 ROW = np.dtype(
     [

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.storage.format.grid import Box
-from shardstore.storage.movers.parallel import kept_memory
+from shardstore.storage.runtime.parallel import kept_memory
 
 SCRATCH_BYTES = 4 * 1024 * 1024
 """Rows of a strided or padded chunk are gathered, or scattered, in slabs of at most this size."""

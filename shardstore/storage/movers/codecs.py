@@ -18,8 +18,8 @@ from shardstore.errors import ArgumentError
 from shardstore.storage.format.documents import COMPRESSORS, ArrayMeta
 from shardstore.storage.format.grid import block_bytes, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord
-from shardstore.storage.movers.checksums import Sums, crc32c
 from shardstore.storage.movers.chunk_bytes import as_bytes, pieces, whole_chunk
+from shardstore.storage.runtime.checksums import Sums, crc32c
 
 CRC = struct.Struct("<I")
 CRC_BYTES = CRC.size

@@ -1,4 +1,5 @@
-"""Chunks in local file systems: plain writes, and reads that verify checksums.
+"""Chunks in local file systems: plain writes, and reads that verify checksums. Parts of files of
+other formats are read directly, or by a memory mapping.
 
 Writes and reads use about 5 MiB of memory per thread in addition to the arrays, for chunks of any
 size. Uncompressed chunks move from and to the tensors' own memory. Their checksums are computed
@@ -13,25 +14,42 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format.documents import CRC32C, ArrayMeta
-from shardstore.storage.movers.checksums import read_chunks
-from shardstore.storage.movers.chunk_bytes import as_bytes, buffers, scratch, view_in_chunk
+from shardstore.storage.movers.chunk_bytes import (
+    SCRATCH_BYTES,
+    as_bytes,
+    buffers,
+    scratch,
+    view_in_chunk,
+)
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.movers.ranges import FileBox, Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
-from shardstore.storage.stores.location import Location, open_regular, store_errors
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import default_threads, run_batched
+from shardstore.storage.stores.folder import open_regular, store_errors
+from shardstore.storage.stores.location import Location
 
-if TYPE_CHECKING:
-    from shardstore.storage.movers.mover import Mover
+try:
+    from shardstore.storage.movers._copy_crc import read_chunks
+except ImportError:  # no compiler at the installation, or no AVX-512
+    COMPILED = False
+
+    def read_chunks(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
+        """Return no result: the compiled reader is not available."""
+        return [None] * len(requests)
+else:
+    COMPILED = True
 
 IO_BYTES = 2 * 1024 * 1024
 """Size of a single read or write: large enough to make the cost of system calls negligible, small
@@ -40,77 +58,121 @@ WRITEBACK_FROM = 1024 * 1024
 """Smaller files wait for the one sync at the end, which writes neighbouring files together."""
 WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
 """Bytes of the chunks in a thread's batch."""
+SLAB_BATCH_BYTES = 4 * 1024 * 1024
+MAPPED_RUN_BYTES = 16 * 1024
+"""Contiguous runs below this size are copied from a mapping, which is faster than a call each."""
 _SYNC_FILE_RANGE_WRITE = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def write_files(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
-    """Write chunks to a folder, see :meth:`Mover.write`. If a sync follows (``durable``), the
-    writeback to the disk starts at once."""
-    lock = threading.Lock()
+class FolderMover(Mover):
+    """Moves chunks between memory and a folder."""
 
-    def work(batch: Sequence[ChunkWrite]) -> None:
-        size = 0
-        for item in batch:
-            path = f"{mover.location.url}/{item.name}"
-            with store_errors("writing", path, key=item.array.key):
-                if not any(item.index):  # before its first chunk, which would fail without a folder
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(path.rpartition("/")[0])
-                chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
-                write_file(path, chunk, durable=mover.options.durable)
-            record = chunk.record
-            size += record.stored_bytes
-            with lock:
-                done(item, record)
-        counters.add(bytes_written=size, chunks_written=len(batch))
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+        """Write chunks, see :meth:`Mover.write`. If a sync follows (``durable``), the writeback to
+        the disk starts at once."""
+        root, lock = self.location.url, threading.Lock()
 
-    run_batched(
-        writes,
-        work,
-        threads=mover.options.threads or default_threads(),
-        weight=lambda item: item.array.chunk_bytes,
-        batch_weight=WRITE_BATCH_BYTES,
-    )
+        def work(batch: Sequence[ChunkWrite]) -> None:
+            size = 0
+            for item in batch:
+                path = f"{root}/{item.name}"
+                with store_errors("writing", path, key=item.array.key):
+                    # Before its first chunk, which would fail without a folder.
+                    if not any(item.index):
+                        with contextlib.suppress(FileExistsError):
+                            os.mkdir(path.rpartition("/")[0])
+                    chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
+                    write_file(path, chunk, durable=self.options.durable)
+                record = chunk.record
+                size += record.stored_bytes
+                with lock:
+                    done(item, record)
+            counters.add(bytes_written=size, chunks_written=len(batch))
 
+        run_batched(
+            writes,
+            work,
+            threads=self.options.threads or default_threads(),
+            weight=lambda item: item.array.chunk_bytes,
+            batch_weight=WRITE_BATCH_BYTES,
+        )
 
-def read_files(
-    mover: Mover, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone
-) -> None:
-    """Read parts of chunks from a folder, see :meth:`Mover.read`."""
-    root = mover.location.url
+    def read_parts(self, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone) -> None:
+        """Read parts of chunks, see :meth:`Mover.read_parts`."""
+        root = self.location.url
 
-    def work(batch: Sequence[ChunkPart]) -> None:
-        size = 0
-        chunks = [
-            (
-                f"{root}/{p.array.chunk_name(p.index)}",
-                p.array,
-                p.array.expected_crc(p.number),
-                p.out,
+        def work(batch: Sequence[ChunkPart]) -> None:
+            size = 0
+            chunks = [
+                WholeChunk(
+                    f"{root}/{p.array.chunk_name(p.index)}",
+                    p.array,
+                    p.array.expected_crc(p.number),
+                    p.out,
+                )
+                for p in batch
+            ]
+            for part, (path, array, *_), read in zip(
+                batch, chunks, read_at_once(chunks), strict=True
+            ):
+                if not read:
+                    with store_errors("reading", path, key=array.key):
+                        verifier = ChunkVerifier.of(part, manifest)
+                        try:
+                            read = read_file(path, verifier, part)
+                        except BadChunkError as problem:
+                            raise chunk_error(array, part.index, path, problem, manifest) from None
+                size += read
+                done(part.out.nbytes, 1)
+            counters.add(bytes_read=size, chunks_read=len(batch))
+
+        run_batched(
+            parts,
+            work,
+            threads=self.options.threads or default_threads(),
+            weight=lambda part: part.out.nbytes,
+            batch_weight=READ_BATCH_BYTES,
+        )
+
+    def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:
+        """See :meth:`Mover.read_discarding`. The compiled reader does not hash."""
+        path, size = f"{self.location.url}/{name}", 0
+        if verifier.digest is None:
+            (size,) = read_at_once([WholeChunk(path, verifier.array, verifier.crc, None)])
+        return size or read_file(path, verifier)
+
+    def gap_bytes(self, one: FileBox) -> int:
+        """See :meth:`Mover.gap_bytes`. Short runs are copied from a mapping."""
+        run = one.out.dtype.itemsize
+        for length, edge in zip(reversed(one.box.shape), reversed(one.shape), strict=True):
+            run *= length
+            if length != edge:
+                break
+        return 0 if run >= MAPPED_RUN_BYTES else SCRATCH_BYTES
+
+    def read_slabs(self, slabs: Sequence[Slab], done: ReadDone) -> None:
+        """See :meth:`Mover.read_slabs`. Contiguous runs are read directly to their destinations,
+        and short ones are copied from a memory mapping."""
+        with contextlib.ExitStack() as stack:
+            files = {
+                name: _MappedFile(f"{self.location.url}/{name}", stack)
+                for name in {slab.name for slab in slabs}
+            }
+
+            def copy(batch: Sequence[Slab]) -> None:
+                for slab in batch:
+                    files[slab.name].read(slab)
+                done(sum(slab.out.nbytes for slab in batch), 0)
+
+            run_batched(
+                slabs,
+                copy,
+                threads=default_threads(),
+                weight=lambda slab: slab.out.nbytes,
+                batch_weight=SLAB_BATCH_BYTES,
             )
-            for p in batch
-        ]
-        for part, (path, array, *_), read in zip(batch, chunks, read_at_once(chunks), strict=True):
-            if not read:
-                with store_errors("reading", path, key=array.key):
-                    verifier = ChunkVerifier.of(part, manifest)
-                    try:
-                        read = read_file(path, verifier, part)
-                    except BadChunkError as problem:
-                        raise chunk_error(array, part.index, path, problem, manifest) from None
-            size += read
-            done(part.out.nbytes, 1)
-        counters.add(bytes_read=size, chunks_read=len(batch))
-
-    run_batched(
-        parts,
-        work,
-        threads=mover.options.threads or default_threads(),
-        weight=lambda part: part.out.nbytes,
-        batch_weight=READ_BATCH_BYTES,
-    )
 
 
 def write_file(
@@ -183,9 +245,14 @@ def _create(path: str) -> int:
                 os.mkdir(path.rpartition("/")[0])
 
 
-WholeChunk = tuple[str, ArrayMeta, int | None, NDArray[Any] | None]
-"""A chunk to read: the path of its file, its array, the commit's crc32c of it, if known, and what
-receives its elements; ``None``: they are discarded."""
+class WholeChunk(NamedTuple):
+    """A chunk to read: the path of its file, its array, the commit's crc32c of it, if known, and
+    what receives its elements; ``None``: they are discarded."""
+
+    path: str
+    array: ArrayMeta
+    crc: int | None
+    out: NDArray[Any] | None
 
 
 def read_at_once(chunks: Sequence[WholeChunk]) -> list[int]:
@@ -273,3 +340,36 @@ def _targets(part: ChunkPart, verifier: ChunkVerifier) -> Iterator[memoryview]:
             target[...] = view_in_chunk(buffer, target, shape)
     if part.array.has_crc and not verifier.sums:
         yield memoryview(bytearray(CRC_BYTES))
+
+
+class _MappedFile:
+    """A file, open until the stack is closed."""
+
+    def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
+        self._path = path
+        with store_errors("reading", self._path):
+            self._fd = open_regular(self._path)
+        stack.callback(os.close, self._fd)
+        self._size = os.fstat(self._fd).st_size
+        # Mapped once: a mapping takes as long as reading 100 KiB.
+        self._mapped = lru_cache(lambda: np.memmap(self._path, np.uint8, "r"))
+
+    def read(self, slab: Slab) -> None:
+        """Read a slab."""
+        _, first, last, out, shape = slab
+        if last > self._size:
+            raise EOFError(f"{self._path} ends at byte {self._size}")
+        counters.add(bytes_read=out.nbytes)
+        if out.nbytes < last - first:
+            out[...] = view_in_chunk(self._mapped()[first:last], out, shape)
+            return
+        memory = as_bytes(out) if out.flags.c_contiguous else scratch(last - first)
+        with store_errors("reading", self._path):
+            position = 0
+            while position < len(memory):
+                got = os.preadv(self._fd, [memory[position:].data], first + position)
+                if not got:
+                    raise EOFError(f"{self._path} ends at byte {first + position}")
+                position += got
+        if not out.flags.c_contiguous:
+            out[...] = view_in_chunk(memory, out, shape)

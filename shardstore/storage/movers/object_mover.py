@@ -3,147 +3,290 @@
 An object has the same bytes as a chunk file (the chunk, then its crc32c). A PUT is conditional: it
 creates the object or fails. If an object of that name exists, it is either the result of an earlier
 try whose answer was lost, or the attempt of this save decides whether to overwrite it. The memory
-for chunks in transfer stays within a budget.
+for chunks in transfer stays within a budget. Parts of files of other formats are read by ranged
+GETs.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from shardstore.errors import StorageError
 from shardstore.storage.format import dtypes
+from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers import codecs
-from shardstore.storage.movers.chunk_bytes import lies_as_chunk
+from shardstore.storage.movers.chunk_bytes import lies_as_chunk, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers.mover import Mover
+from shardstore.storage.movers.ranges import FileBox, Slab, read_bytes
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
+    Create,
     ObjectIO,
+    Request,
     run_requests,
 )
-from shardstore.storage.stores.objects import begin_create, object_io
-
-if TYPE_CHECKING:
-    from shardstore.storage.movers.mover import Mover
+from shardstore.storage.stores.prefix import ObjectPrefix
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
 
-_Request = Iterator[tuple[int, int, int] | None]
-"""A request in three steps: it yields the memory that it needs, the further memory that only its
-start needs, and the size of its object in bytes; then starts and yields ``None``; then waits for
-the end."""
-
+GAP_BYTES = 1024 * 1024
+"""Runs with gaps up to this size are read from a store with one request: the gap takes less time
+than another request."""
+REQUEST_BYTES = 8 * 1024 * 1024
+REQUESTS = 8
+"""Concurrent requests for ranges. They use at most 8 times :data:`REQUEST_BYTES` of memory."""
 CONNECTION_BYTES = 512 * 1024
 """Buffer size of a TensorStore connection; a small object fills only a part of the buffer."""
 LEAST_CONNECTION_BYTES = 96 * 1024
 """Memory of a TensorStore connection with a small object."""
 
 
-def write_objects(mover: Mover, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
-    """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
-    transfers alone. Without an attempt, objects of the same names are replaced."""
-    location, attempt, lock = mover.location, mover.attempt, threading.Lock()
+class ObjectMover(Mover):
+    """Moves chunks between memory and objects."""
 
-    def request(io: ObjectIO, item: ChunkWrite) -> _Request:
-        if (stored := codecs.uncompressed_bytes(item.array)) > MAX_OBJECT_BYTES:
-            raise location.child(item.name).error(
-                f" has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save in "
-                "smaller chunks, as the default strategy ('zarr', 2) does"
+    location: ObjectPrefix
+
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+        """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
+        transfers alone."""
+        lock = threading.Lock()
+
+        def written(item: ChunkWrite, record: ChunkRecord) -> None:
+            counters.add(bytes_written=record.stored_bytes, chunks_written=1)
+            with lock:
+                done(item, record)
+
+        def put(item: ChunkWrite, io: ObjectIO, url: str, budget: _Budget) -> _Put:
+            return _Put(item, io, url, budget, self.check, written)
+
+        self._transfer(writes, put)
+
+    def read_parts(self, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone) -> None:
+        """Read parts of chunks from objects, see :meth:`Mover.read_parts`. Whole chunks are also
+        compared with the commit, which detects chunks that a late writer of another save has
+        overwritten."""
+
+        def get(part: ChunkPart, io: ObjectIO, url: str, budget: _Budget) -> _Get:
+            return _Get(part, io, url, budget, manifest, done)
+
+        self._transfer(parts, get)
+
+    def _transfer(
+        self, items: Sequence[T], transfer: Callable[[T, ObjectIO, str, _Budget], _Transfer[T]]
+    ) -> None:
+        if not items:
+            return
+        io, url = self.location.io(), self.location.url
+        sizes = {item.array.chunk_bytes for item in items}
+        budget = _Budget(self.options.budget_bytes, io, max(sizes))
+        transfers = (transfer(item, io, url, budget) for item in items)
+        run_requests(io, transfers, small=min(sizes) < LARGE_BYTES)
+
+    def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:
+        """See :meth:`Mover.read_discarding`."""
+        most = codecs.most_stored_bytes(verifier.array, verifier.number)
+        data = self.location.read_range(name, 0, most + 1)
+        if data is None:
+            raise FileNotFoundError(name)
+        verifier.update(memoryview(data))
+        verifier.finish()
+        return verifier.count
+
+    def gap_bytes(self, one: FileBox) -> int:
+        """See :meth:`Mover.gap_bytes`."""
+        return GAP_BYTES
+
+    def read_slabs(self, slabs: Sequence[Slab], done: ReadDone) -> None:
+        """See :meth:`Mover.read_slabs`. Near slabs are read with one request, and long ones with
+        several at a time."""
+
+        def request(batch: Sequence[list[Slab]]) -> None:
+            for group in batch:
+                name, first = group[0][:2]
+                last = max(slab.last for slab in group)
+                data = read_bytes(self.location, name, first, last)
+                counters.add(bytes_read=len(data))
+                if len(data) != last - first:
+                    raise EOFError(f"{name} ends at byte {first + len(data)}")
+                for slab in group:
+                    own = np.frombuffer(data, np.uint8)[slab.first - first : slab.last - first]
+                    slab.out[...] = view_in_chunk(own, slab.out, slab.shape)
+                    done(slab.out.nbytes, 0)
+
+        run_batched(list(_grouped(slabs)), request, threads=REQUESTS)
+
+
+def _grouped(slabs: Sequence[Slab]) -> Iterator[list[Slab]]:
+    """Yield the slabs of each request: slabs of a file with small gaps."""
+    group: list[Slab] = []
+    last = 0
+    for slab in sorted(slabs, key=operator.itemgetter(0, 1, 2)):
+        if group and (
+            slab.name != group[0].name
+            or slab.first - last > GAP_BYTES
+            or slab.last - group[0].first > REQUEST_BYTES
+        ):
+            yield group
+            group, last = [], 0
+        group.append(slab)
+        last = max(last, slab.last)
+    if group:
+        yield group
+
+
+class _Needs(NamedTuple):
+    """The memory that a transfer needs in bytes, the further memory that only its start needs, and
+    the size of its chunk."""
+
+    held: int
+    starting: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Transfer(Request, Generic[T]):
+    """A chunk in transfer, within a budget: :meth:`needs`, then :meth:`begin`, then :meth:`end`.
+    Errors of the store get its key and index."""
+
+    item: T
+    io: ObjectIO
+    url: str
+    budget: _Budget
+    _needs: _Needs | None = field(default=None, init=False)
+
+    @abstractmethod
+    def needs(self) -> _Needs:
+        """Return what the transfer needs."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Send the request."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Wait for the answer, and hand on the result."""
+
+    def start(self, *, may_wait: bool) -> bool:
+        """See :meth:`Request.start`."""
+        with self._reporting():
+            held, starting, size = self._needs = self._needs or self.needs()
+            if not self.budget.take(held + starting, size, may_wait=may_wait):
+                return False
+            self.begin()
+            self.budget.give(held + starting, size, left=held)
+        return True
+
+    def finish(self) -> None:
+        """See :meth:`Request.finish`."""
+        with self._reporting():
+            self.end()
+        assert self._needs is not None
+        self.budget.give(self._needs.held, self._needs.size)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.budget.stop(error)
+            key, index = self.item.array.key, self.item.index
+            if isinstance(error, StorageError) and error.key is None:
+                error.key, error.chunk = key, index
+                error.message += f" (chunk {index} of key {key!r})"
+            raise
+
+
+@dataclass(slots=True)
+class _Put(_Transfer[ChunkWrite]):
+    """A chunk that is written."""
+
+    check: Callable[[], None]
+    done: WriteDone
+    _chunk: codecs.EncodedChunk = field(init=False)
+    _create: Create = field(init=False)
+
+    def needs(self) -> _Needs:
+        """See :meth:`_Transfer.needs`."""
+        array, name = self.item.array, self.item.name
+        if (stored := codecs.uncompressed_bytes(array)) > MAX_OBJECT_BYTES:
+            url = f"{self.url}/{name}"
+            raise StorageError(
+                f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
+                "in smaller chunks, as the default strategy ('zarr', 2) does",
+                url=url,
             )
-        yield _held_bytes(item), stored if item.array.is_packed else 0, item.array.chunk_bytes
-        chunk = codecs.EncodedChunk(item.array, item.data())
-        (parts,) = chunk
-        check = attempt.check if attempt else lambda: None
-        create = begin_create(io, location, item.name, parts, check)
-        yield None
-        create()
-        counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
-        with lock:
-            done(item, chunk.record)
+        return _Needs(_held_bytes(self.item), stored if array.is_packed else 0, array.chunk_bytes)
 
-    _each(mover, writes, request)
+    def begin(self) -> None:
+        """See :meth:`_Transfer.begin`."""
+        self._chunk = codecs.EncodedChunk(self.item.array, self.item.data())
+        (parts,) = self._chunk
+        self._create = Create(self.io, self.url, self.item.name, parts, self.check)
+        self._create.start()
+
+    def end(self) -> None:
+        """See :meth:`_Transfer.end`."""
+        self._create.finish()
+        self.done(self.item, self._chunk.record)
 
 
-def read_objects(
-    mover: Mover, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone
-) -> None:
-    """Read parts of chunks from objects, see :meth:`Mover.read`. Whole chunks are also compared
-    with the commit, which detects chunks that a late writer of another save has overwritten."""
+@dataclass(slots=True)
+class _Get(_Transfer[ChunkPart]):
+    """A part of a chunk that is read."""
 
-    def request(io: ObjectIO, part: ChunkPart) -> _Request:
-        array, key = part.array, part.array.chunk_name(part.index)
-        verifier = ChunkVerifier.of(part, manifest)
+    manifest: GetManifest
+    done: ReadDone
+    _verifier: ChunkVerifier = field(init=False)
+    _answer: Callable[[], bytes | memoryview | None] = field(init=False)
+
+    def needs(self) -> _Needs:
+        """See :meth:`_Transfer.needs`. A compressed chunk is in memory three times: twice as
+        received, and decompressed."""
+        self._verifier = verifier = ChunkVerifier.of(self.item, self.manifest)
         size = verifier.last - verifier.first
-        # A compressed chunk is in memory three times: twice as received, and decompressed.
-        yield 3 * size if array.is_packed else size, 0, size
+        return _Needs(3 * size if self.item.array.is_packed else size, 0, size)
+
+    def begin(self) -> None:
+        """See :meth:`_Transfer.begin`."""
+        array, number, verifier = self.item.array, self.item.number, self._verifier
+        size = verifier.last - verifier.first
         stop: int | None = verifier.last
         if not verifier.sums and size == array.chunk_bytes:
             # The commit of an older checkpoint lacks the sizes of compressed chunks.
-            is_known = codecs.stored_bytes(array, part.number) is not None or io.reads_past_end
-            stop = io.end_of(codecs.most_stored_bytes(array, part.number)) if is_known else None
-        get = io.begin_get(key, verifier.first, stop, size=size)
-        yield None
-        data = get()
-        del get  # frees TensorStore's copy
+            is_known = codecs.stored_bytes(array, number) is not None or self.io.reads_past_end
+            stop = self.io.end_of(codecs.most_stored_bytes(array, number)) if is_known else None
+        name = array.chunk_name(self.item.index)
+        self._answer = self.io.begin_get(name, verifier.first, stop, size=size)
+
+    def end(self) -> None:
+        """See :meth:`_Transfer.end`."""
+        part, verifier, data = self.item, self._verifier, self._answer()
+        del self._answer  # frees TensorStore's copy
         try:
             if data is None:
                 raise codecs.BadChunkError("missing", "is missing")
             verifier.update(memoryview(data))
             verifier.finish()
         except codecs.BadChunkError as problem:
-            url = f"{mover.location.url}/{key}"
-            raise chunk_error(array, part.index, url, problem, manifest) from None
+            url = f"{self.url}/{part.array.chunk_name(part.index)}"
+            raise chunk_error(part.array, part.index, url, problem, self.manifest) from None
         verifier.scatter(part, verifier.chunk or data)
         counters.add(bytes_read=len(data), chunks_read=1)
-        del data, verifier
-        done(part.out.nbytes, 1)
-
-    _each(mover, parts, request)
-
-
-def _each(mover: Mover, items: Sequence[T], request: Callable[[ObjectIO, T], _Request]) -> None:
-    """Run one request for each item. Add key and chunk to errors of the store."""
-    if not items:
-        return
-    io = object_io(mover.location)
-    sizes = {item.array.chunk_bytes for item in items}
-    budget = _Budget(mover.options.budget_bytes, io, max(sizes))
-
-    @contextmanager
-    def about(item: T) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            budget.stop(error)
-            if isinstance(error, StorageError) and error.key is None:
-                error.key, error.chunk = item.array.key, item.index
-                error.message += f" (chunk {item.index} of key {item.array.key!r})"
-            raise
-
-    def begin(item: T, may_wait: bool) -> Callable[[], None] | None:
-        with about(item):
-            steps = request(io, item)
-            needs = next(steps)
-            assert needs is not None
-            held, starting, size = needs
-            if not budget.take(held + starting, size, may_wait=may_wait):
-                return None
-            next(steps)
-            budget.give(held + starting, size, left=held)
-
-        def finish() -> None:
-            with about(item):
-                next(steps, None)
-            budget.give(held, size)
-
-        return finish
-
-    run_requests(io, items, begin, small=min(sizes) < LARGE_BYTES)
+        del data, verifier, self._verifier
+        self.done(part.out.nbytes, 1)
 
 
 def _held_bytes(item: ChunkWrite) -> int:

@@ -19,14 +19,13 @@ from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.movers.chunks import GetManifest, ReadDone, RegionRead
 from shardstore.storage.movers.codecs import BadChunkError
-from shardstore.storage.movers.counters import counters
-from shardstore.storage.movers.parallel import in_rounds
 from shardstore.storage.movers.verify import chunk_error
-from shardstore.storage.stores import tensorstore
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.runtime.parallel import in_rounds
 from shardstore.storage.stores.errors import explained
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import has_forked
-from shardstore.storage.stores.tensorstore import kvstore_spec, plain_words, shared_context, wait
+from shardstore.storage.stores.tensorstore import plain_words, shared_context
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Limit on the bytes of concurrent reads."""
@@ -67,7 +66,7 @@ def open_array(
         metadata.pop("zarr_format", None)
     # At another server, every chunk would read as the fill value.
     known = f"{array.node}/{array.document_name}" if fill_missing else None
-    kvstore = kvstore_spec(location, known)
+    kvstore = location.kvstore(known)
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
         "kvstore": {**kvstore, "path": f"{kvstore['path']}{array.node}/"},
@@ -118,7 +117,7 @@ def open_decoded(location: Location, array: ArrayMeta, *, fill_missing: bool = F
     """
     url, reason = f"{location.url}/{array.node}", "it has no driver for this store"
     try:
-        if location.is_local or location.is_s3:
+        if location.driver is not None:
             return open_array(location, array, fill_missing=fill_missing)
     except FormatVersionError as error:
         reason = str(error.__cause__).splitlines()[0]
@@ -173,10 +172,7 @@ def read_decoded(
         for read in batch:
             failure, future = None, futures.popleft()
             try:
-                if location.is_local:
-                    read.out[...] = future.result()
-                else:
-                    read.out[...] = wait(future, location.remote, shared_context(), read.out.nbytes)
+                read.out[...] = location.wait(future, read.out.nbytes)
             except ValueError as error:
                 failure = _explained(location, read, plain_words(str(error)), manifest)
             if failure is not None:
@@ -220,7 +216,7 @@ def _explained(location: Location, read: RegionRead, text: str, manifest: GetMan
         if f'/{array.node}/{name}"' in text:
             problem = BadChunkError("crc", f"is damaged ({text})")
             if missing:
-                tensorstore.require_absent(location, f"{array.node}/{name}")
+                location.require_absent(f"{array.node}/{name}")
                 problem = BadChunkError("missing", "is missing")
             return chunk_error(array, index, f"{above}/{name}", problem, manifest)
     return StorageError(

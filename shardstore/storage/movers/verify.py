@@ -16,7 +16,6 @@ import xxhash
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import block_bytes
-from shardstore.storage.movers.checksums import Sums, crc32c
 from shardstore.storage.movers.chunk_bytes import span, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, GetManifest
 from shardstore.storage.movers.codecs import (
@@ -27,6 +26,7 @@ from shardstore.storage.movers.codecs import (
     most_stored_bytes,
     stored_bytes,
 )
+from shardstore.storage.runtime.checksums import Sums, crc32c
 
 
 @dataclass(slots=True)

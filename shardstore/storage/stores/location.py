@@ -1,24 +1,22 @@
-"""The location of a checkpoint, and operations on its small documents.
+"""The place of a checkpoint: its URL, and the protocol of its store.
 
-Local paths use the operating system; all other URLs use fsspec (:mod:`remote`).
+:class:`Location` is the protocol. :class:`~.folder.LocalFolder` implements it by the operating
+system, :class:`~.prefix.ObjectPrefix` by the clients of object stores.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import shutil
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from shardstore.errors import ArgumentError, CheckpointingException, StorageError, damaged
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.counters import counters
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
@@ -28,10 +26,6 @@ E = TypeVar("E", bound=CheckpointingException)
 _FILE = "file://"
 # A scheme has at least two letters: a single letter is a Windows drive.
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<rest>.*)", re.DOTALL)
-
-
-_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors of reading a file or folder that does not exist, or is of the other kind."""
 _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 _VERSION = re.compile(r"\?(?:.*&)?(?:versionid|generation)=.*", re.DOTALL | re.IGNORECASE)
 
@@ -121,89 +115,19 @@ def _wrong(place: object, what: str) -> ArgumentError:
     return ArgumentError(f"the place of a checkpoint, {shown(place)!r}, {what}", url=shown(place))
 
 
-_REMEDIES = {
-    errno.ENOSPC: "the disk is full: free space or choose another place",
-    errno.EDQUOT: "the disk quota is used up: free space or choose another place",
-    errno.EFBIG: "the file system or a limit of the process (ulimit -f) allows no file that large: "
-    "raise the limit or save smaller chunks",
-    errno.EXDEV: "it and its parent are on different file systems: save to a folder below it",
-    errno.EBUSY: "the folder is in use, as a mount point perhaps: save to a folder below it",
-    errno.ENOTDIR: "a file is where a folder should be: choose another place",
-    errno.EROFS: "the file system is read-only: choose another place",
-    errno.EACCES: "permission is denied: check the owner and mode of the folder",
-    errno.EPERM: "the operation is not permitted: check the owner and mode of the folder",
-    errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
-    errno.ELOOP: "a symbolic link leads to itself, or is where a file is to be written: remove it",
-    errno.ENXIO: "a FIFO, a device or a socket is where a file is to be written: remove it",
-    errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
-    errno.ENOENT: "the folder does not exist: it cannot be created, or something removed it "
-    "while it was in use",
-}
-
-
-@contextmanager
-def store_errors(doing: str, url: str, *, key: str | None = None) -> Iterator[None]:
-    """Convert an operating system error to a :class:`StorageError` that names the operation and the
-    remedy."""
-    try:
-        yield
-    except CheckpointingException:
-        raise
-    except OSError as error:
-        if error.errno is None:
-            raise
-        remedy = _REMEDIES.get(error.errno, "check the disk and the system log")
-        about = f" for key {key!r}" if key is not None else ""
-        text = f"{doing} {url}{about} failed: {os.strerror(error.errno)}; {remedy}"
-        failure = StorageError(text, key=key, url=url)
-        failure.errno = error.errno
-        raise failure from error
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-
-def open_regular(path: str) -> int:
-    """Open a regular file for reading. Refuse a FIFO or a device, because reading it could block
-    forever.
+def checked_options(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return storage options; empty for ``None``.
 
     Raises:
-        DamagedCheckpointError: the path is a FIFO, a device, a socket or a link to itself.
-        IsADirectoryError, OSError: the operating system cannot open it.
+        ArgumentError: they are not a mapping. The text does not show them: they may contain a
+            secret.
     """
-    mode = 0
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link to itself, a socket
-            raise
-    else:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISREG(mode):
-            return fd
-        os.close(fd)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    wrong = "is not a regular file (but a FIFO, a device or a link to itself)"
-    raise damaged(path, f"{wrong}, and saves write regular files only: the checkpoint is damaged")
-
-
-def require_size(data: bytes | memoryview | None, url: str, most: int | None) -> None:
-    """Raise :class:`DamagedCheckpointError` if a file or object has more bytes than the commit
-    says."""
-    if data is not None and most is not None and len(data) > most:
-        what = f"has more than {most} bytes, its size in the commit: the checkpoint is damaged"
-        raise damaged(url, what)
-
-
-def fsync(path: str) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    if not isinstance(options, Mapping | None):
+        raise ArgumentError(
+            f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
+            f"not of type {type(options).__name__}"
+        )
+    return options or {}
 
 
 class StoreUrl(str):
@@ -224,21 +148,41 @@ class StoreUrl(str):
         return str, (str(self),)
 
 
+def require_size(data: bytes | memoryview | None, url: str, most: int | None) -> None:
+    """Raise :class:`DamagedCheckpointError` if a file or object has more bytes than the commit
+    says."""
+    if data is not None and most is not None and len(data) > most:
+        what = f"has more than {most} bytes, its size in the commit: the checkpoint is damaged"
+        raise damaged(url, what)
+
+
 @dataclass(frozen=True)
-class Location:
-    """A folder on a disk, or a prefix in an object store.
+class Location(ABC):
+    """A folder on a disk, or a prefix in an object store: where a checkpoint is, and its store.
+
+    Names are relative to the location; "" is the location itself. Any thread may call any method.
+    Errors of the store are :class:`~shardstore.errors.StorageError`.
 
     Attributes:
         url: as given; a plain path for local disks.
         options: storage options of fsspec. ``repr`` omits them: they may contain credentials.
+        copied: what :meth:`copy_from` does to an object, for logs: "linked" or "copied".
+        copy_requests: useful number of concurrent copies; 0: one on each thread.
+        least_copied_bytes: smaller objects are written sooner than copied.
     """
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    @classmethod
+    kinds: ClassVar[tuple[type[Location], type[Location]]]
+    """The class of folders, and that of prefixes; set by the package."""
+    copied: ClassVar[str]
+    copy_requests: ClassVar[int] = 0
+    least_copied_bytes: ClassVar[int] = 1
+
+    @staticmethod
     def of(
-        cls, place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None = None
+        place: str | os.PathLike[str] | Location, options: Mapping[str, Any] | None = None
     ) -> Location:
         """Return a location from a path, a URL (``file://``, ``memory://``, ``s3://`` ...) or a
         location. A leading ``~`` is the home folder.
@@ -251,59 +195,34 @@ class Location:
             ArgumentError: ``place`` is neither a path nor a supported URL, or ``options`` is not a
                 mapping.
         """
-        if not isinstance(options, Mapping | None):
-            raise ArgumentError(
-                # The text does not show the value, which may contain a secret.
-                f"storage_options must be a dict, such as {{'endpoint_url': 'http://host:9000'}}, "
-                f"not of type {type(options).__name__}"
-            )
-        own = place.options if isinstance(place, Location | StoreUrl) else {}
-        url = place.url if isinstance(place, Location) else url_of(place)
-        return cls(url, {**own, **(options or {})})
+        given = checked_options(options)
+        if isinstance(place, Location):
+            return place.at(place.url, given) if given else place
+        url, own = url_of(place), place.options if isinstance(place, StoreUrl) else {}
+        folder, prefix = Location.kinds
+        return prefix(url, {**own, **given}) if "://" in url else folder(url)
+
+    # -- names -------------------------------------------------------------------------------------
 
     @property
     def is_local(self) -> bool:
         """Whether the location is a folder of the operating system."""
-        return "://" not in self.url
+        return self.driver == "file"
 
     @property
     def is_s3(self) -> bool:
         """Whether the location is a prefix in an S3 bucket."""
-        return self.url.startswith(("s3://", "s3a://"))
+        return self.driver == "s3"
 
     @property
+    @abstractmethod
+    def driver(self) -> str | None:
+        """Name of TensorStore's driver for the store; ``None`` if it has none."""
+
+    @property
+    @abstractmethod
     def place(self) -> str | Path:
         """The local folder, or the URL with its options; the argument of strategies."""
-        return Path(self.url) if self.is_local else StoreUrl(self.url, self.options)
-
-    @property
-    def remote(self) -> RemoteStore:
-        """The store of this location, over fsspec. Not for local folders.
-
-        Raises:
-            StorageError: fsspec does not know the store, or its package is missing.
-        """
-        # Imported here: local checkpoints do not need fsspec and its dependencies.
-        from shardstore.storage.stores.remote import RemoteStore
-
-        return RemoteStore(self.url, self.options)
-
-    def error(self, text: str, kind: type[E] = StorageError) -> E:  # type: ignore[assignment]
-        """Return an error about this location. Its message is the URL, followed by ``text``."""
-        return kind(f"{self.url}{text}", url=self.url)
-
-    def require_no_file(self) -> None:
-        """Raise :class:`StorageError` if the location is a file instead of a folder."""
-        if self.is_local and os.path.isfile(self.url):
-            raise self.error(" is a file; give the folder below which checkpoints are saved")
-
-    def require_shared(self, processes: int) -> None:
-        """Raise :class:`StorageError` if several processes cannot all see the location."""
-        if processes > 1 and self.url.startswith("memory://"):
-            raise self.error(
-                f" is the memory of one process, but {processes} ranks save; give a folder or an "
-                "object store that all of them see"
-            )
 
     @property
     def path(self) -> Path:
@@ -315,9 +234,51 @@ class Location:
         """Last component of the URL."""
         return self.url.rsplit("/", 1)[-1]
 
+    @property
+    def remote(self) -> RemoteStore:
+        """The fsspec client of an object prefix.
+
+        Raises:
+            StorageError: it is a local folder, which has none; or fsspec does not know the store,
+                or its package is missing.
+        """
+        raise self.error(" is a local folder, not a prefix of an object store")
+
+    def at(self, url: str, options: Mapping[str, Any] | None = None) -> Location:
+        """Return the location of another URL of the same store, with ``options`` in addition; a
+        folder takes none."""
+        return type(self)(url, {**self.options, **(options or {})})
+
     def child(self, *names: str) -> Location:
         """Return the location below this one."""
-        return Location("/".join([self.url, *names]), self.options)
+        return type(self)("/".join([self.url, *names]), self.options)
+
+    def parent(self) -> Location | None:
+        """Return the location above this one; ``None`` for the root of a disk or a whole bucket."""
+        above, _, name = self.url.rpartition("/")
+        return None if not name or above.endswith("/") else self.at(above or "/")
+
+    def error(self, text: str, kind: type[E] = StorageError) -> E:  # type: ignore[assignment]
+        """Return an error about this location. Its message is the URL, followed by ``text``."""
+        return kind(f"{self.url}{text}", url=self.url)
+
+    def require_no_file(self) -> None:
+        """Raise :class:`StorageError` if the location is a file instead of a folder."""
+        if self.is_file():
+            raise self.error(" is a file; give the folder below which checkpoints are saved")
+
+    def require_local(self, text: str) -> None:  # noqa: B027 (a folder is)
+        """Raise :class:`StorageError` with a text if this is no folder of the operating system."""
+
+    def require_shared(self, processes: int) -> None:
+        """Raise :class:`StorageError` if several processes cannot all see the location."""
+        if processes > 1 and self.url.startswith("memory://"):
+            raise self.error(
+                f" is the memory of one process, but {processes} ranks save; give a folder or an "
+                "object store that all of them see"
+            )
+
+    # -- reading -----------------------------------------------------------------------------------
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """Return the content of a small document, of at most ``most`` bytes.
@@ -339,58 +300,73 @@ class Location:
         require_size(found, f"{self.url}/{name}", most)
         return found
 
+    @abstractmethod
     def read_range(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """Return bytes ``start:stop`` of a file, fewer if it ends before ``stop``; ``None`` if
         there is no such file. Raises the other errors of :meth:`read`."""
-        if not self.is_local:
-            return self.remote.read_range(name, start, stop, (stop or start) - start)
-        path = f"{self.url}/{name}"
-        with store_errors("reading", path), suppress(*_ABSENT):
-            fd = open_regular(path)
-            with open(fd, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(min(start, size))
-                return file.read(max(0, (size if stop is None else min(stop, size)) - start))
-        return None
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small document and create its folders. Never write through a symbolic link.
+    @abstractmethod
+    def read_many(
+        self, names: Sequence[str], sizes: Sequence[int | None] = ()
+    ) -> list[bytes | None]:
+        """Read small documents, concurrently from an object store.
+
+        Args:
+            names: their names.
+            sizes: their sizes, if the commit has them.
+
+        Returns:
+            Their contents; ``None`` for each document that does not exist.
 
         Raises:
+            DamagedCheckpointError: a document is larger than its size; or a FIFO, a device or a
+                socket has its name.
             StorageError: the store failed.
         """
-        if self.is_local:
-            path = self._own_path(name)
-            with store_errors("writing", path):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb", opener=_open_no_link) as file:
-                    file.write(data)
-            return
-        self.remote.write(name, data)
 
-    def replace(self, name: str, data: bytes) -> None:
-        """Replace a small document in one atomic step.
+    def read_ahead(self, names: Sequence[str], size: int) -> dict[str, bytes | None]:
+        """Return the first ``size`` bytes of documents if one round trip for all of them saves
+        others: name -> bytes, ``None`` if there is no such document. A folder returns nothing."""
+        return {}
 
-        Raises:
-            StorageError: the store refused; the old document is unchanged.
-        """
-        if not self.is_local:
-            self.write(name, data)
-            return
-        path = self._own_path(name)
-        fresh = f"{path}.new-{os.getpid()}"
-        with store_errors("replacing", path):
-            try:
-                with open(fresh, "wb", opener=_open_no_link) as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(fresh, path)
-                fsync(os.path.dirname(path))
-            finally:
-                with suppress(OSError):
-                    os.unlink(fresh)
+    @abstractmethod
+    def threads(self, size_bytes: int = 0) -> int:
+        """Return the useful number of threads that read files of ``size_bytes`` in all; 0: small
+        documents."""
 
+    def buffer_bytes(self, budget_bytes: int) -> int:
+        """Return the useful size of the buffers of a load that may take ``budget_bytes``."""
+        return budget_bytes
+
+    def is_damage(self, error: BaseException) -> bool:
+        """Return whether an error of reading a file is damage of the file. A disk has lost it; an
+        object store that failed, or refused, may have it."""
+        return True
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def exists(self, name: str = "") -> bool:
+        """Return whether there is a document or folder of that name."""
+
+    def is_dir(self) -> bool:
+        """Return whether this location is a folder of the operating system."""
+        return False
+
+    def is_file(self) -> bool:
+        """Return whether this location is a file of the operating system, not a folder."""
+        return False
+
+    def is_missing(self) -> bool:
+        """Return whether this folder does not exist. A prefix without objects is an empty
+        folder."""
+        return False
+
+    def is_link(self, name: str = "") -> bool:
+        """Return whether a name is a symbolic link."""
+        return False
+
+    @abstractmethod
     def stamp(self, name: str) -> tuple[int, object] | None:
         """Return the size of a file in bytes, and a value that changes when the file is replaced;
         ``None`` if there is no such file.
@@ -398,47 +374,95 @@ class Location:
         Raises:
             StorageError: the store failed.
         """
-        if not self.is_local:
-            return self.remote.stamp(name)
-        with suppress(OSError):
-            found = os.stat(f"{self.url}/{name}")
-            return found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns)
-        return None
 
-    def exists(self, name: str = "") -> bool:
-        """Return whether there is a document or folder of that name (default: this location
-        itself)."""
-        if self.is_local:
-            return os.path.lexists(os.path.join(self.url, name) if name else self.url)
-        return self.remote.exists(name)
+    @abstractmethod
+    def sizes(self, names: Iterable[str]) -> Mapping[str, int]:
+        """Return the sizes in bytes of those of the files that exist, and maybe of others."""
 
-    def is_dir(self) -> bool:
-        """Return whether this location is a folder of the operating system."""
-        return self.is_local and os.path.isdir(self.url)
-
+    @abstractmethod
     def listing(self, name: str = "") -> list[str]:
         """Return the names directly below a folder; empty if there is none.
 
         Raises:
             StorageError: the store refused.
         """
-        if self.is_local:
-            path = os.path.join(self.url, name) if name else self.url
-            with store_errors("listing", path), suppress(*_ABSENT):
-                return sorted(os.listdir(path))
-            return []
-        return self.remote.listing(name)
 
+    @abstractmethod
     def walk(self, name: str = "") -> list[str]:
-        """Return the names of all files below a folder, relative to this location. Symbolic links
-        to folders are not followed."""
-        if not self.is_local:
-            return self.remote.walk(name)
-        top = os.path.join(self.url, "")
-        found = os.walk(top + name)
-        paths = (os.path.join(above, file) for above, _, files in found for file in files)
-        return [path.removeprefix(top) for path in paths]
+        """Return the names of all files below a folder. Symbolic links to folders are not
+        followed."""
 
+    def walk_all(self) -> list[str]:
+        """Return the names of all files below this location, also behind the links directly in
+        it, and of empty folders."""
+        return self.walk()
+
+    @abstractmethod
+    def is_within(self, other: Location) -> bool:
+        """Return whether this place is another one, or lies inside it, also through links."""
+
+    def device(self) -> int | None:
+        """Return the number of the device that the folder is on, or is to be on; ``None`` for a
+        store."""
+        return None
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small document and create its folders. Never write through a symbolic link.
+
+        Raises:
+            StorageError: the store failed.
+        """
+
+    @abstractmethod
+    def replace(self, name: str, data: bytes) -> None:
+        """Replace a small document in one atomic step.
+
+        Raises:
+            StorageError: the store refused; the old document is unchanged.
+        """
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a document if none of its name exists; in one atomic step if the store supports it
+        (on S3 a PUT with If-None-Match).
+
+        Returns:
+            Whether this call wrote the document. It may be ``False`` after a successful write if
+            the answer to an earlier try was lost: read the document to find out.
+
+        Raises:
+            StorageError: the store refused, or did not answer.
+        """
+
+    @abstractmethod
+    def is_free(self, last: str) -> bool:
+        """Return whether a checkpoint that the file ``last`` completes may be written here; "": one
+        that is a single file."""
+
+    @abstractmethod
+    def staging(self, work: Location, last: str) -> Location:
+        """Return where the files of such a checkpoint are written before it is complete: ``work``
+        if :meth:`publish` moves it here, else this place."""
+
+    def make_empty_folder(self) -> None:  # noqa: B027
+        """Remove this folder, and create it; do nothing in a store."""
+
+    @abstractmethod
+    def publish(self, made: Location) -> None:
+        """Make a finished folder or file of the same store visible here, in one step: rename it, or
+        let the store copy the one object.
+
+        Raises:
+            OSError: the store refused, or did not answer.
+        """
+
+    def require_folder(self) -> None:  # noqa: B027
+        """Raise :class:`FileNotFoundError` if the folder does not exist; a store has none."""
+
+    @abstractmethod
     def delete(self, name: str = "") -> None:
         """Remove a document, or a folder with its content. Remove a symbolic link itself, not its
         target. A missing name is no error.
@@ -446,20 +470,28 @@ class Location:
         Raises:
             StorageError: the store refused, or a folder above the name is a symbolic link.
         """
-        if self.is_local:
-            target = self._own_path(name)
-            with store_errors("removing", target):
-                if os.path.isdir(target) and not os.path.islink(target):
-                    shutil.rmtree(target)
-                elif os.path.lexists(target):
-                    os.unlink(target)
-            return
-        store = self.remote
-        store.delete(store.walk(name))
 
-    def is_link(self, name: str) -> bool:
-        """Return whether a name is a symbolic link."""
-        return self.is_local and os.path.islink(f"{self.url}/{name}")
+    @abstractmethod
+    def delete_all(self, names: Sequence[str], folders: Sequence[str] = ()) -> None:
+        """Remove documents, in bulk requests if the store has them; then those of ``folders`` that
+        are links, or have no files. Raises the errors of :meth:`delete`."""
+
+    @abstractmethod
+    def shares_store(self, source: Location) -> bool:
+        """Return whether :meth:`copy_from` may copy from there."""
+
+    @abstractmethod
+    def copy_from(self, source: Location, name: str) -> bool:
+        """Copy a file within the store if there is none of its name here; on a disk by a hard link.
+        Many object stores ignore the condition and overwrite.
+
+        Returns:
+            Whether the file was copied.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: the file to copy does not exist.
+            OSError: the store refused, or did not answer.
+        """
 
     def require_no_link_to(self, name: str) -> None:
         """Raise :class:`StorageError` if a folder between this location and a name below it is a
@@ -472,14 +504,41 @@ class Location:
                     f"folder that it leads to in its place, or remove {above}"
                 )
 
-    def _own_path(self, name: str) -> str:
-        """Return the local path of a name to write or remove, after :meth:`require_no_link_to`."""
-        self.require_no_link_to(name)
-        return f"{self.url}/{name}" if name else self.url
+    # -- TensorStore -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def kvstore(self, document: str | None = None) -> dict[str, Any]:
+        """Return the specification of the key-value store (TensorStore documentation, "file
+        Key-Value Store driver", "s3 Key-Value Store driver").
+
+        Args:
+            document: an object that TensorStore must find if :meth:`exists` does.
+
+        Raises:
+            StorageError: TensorStore has no driver for it, or there are no credentials, or
+                TensorStore does not find the document.
+        """
+
+    @abstractmethod
+    def wait(self, future: Any, size: int) -> Any:
+        """Return the result of a read of ``size`` bytes by TensorStore, within the deadline of the
+        store.
+
+        Raises:
+            StorageError: no answer came in time.
+            ValueError: any other error of TensorStore.
+        """
+
+    def require_absent(self, name: str) -> None:  # noqa: B027
+        """Raise :class:`StorageError` if there is an object that TensorStore did not find."""
+
+    def forget_listings(self) -> None:  # noqa: B027 (a folder has none)
+        """Make the program's own fsspec file system list the folders above a place again. It caches
+        listings without a limit, so a trainer that looks for its steps would not see new ones."""
 
     def __str__(self) -> str:
         return self.url
 
     def __reduce__(self) -> tuple[object, ...]:
         # As with StoreUrl, a pickle omits the storage options, which may contain credentials.
-        return Location, (self.url,)
+        return type(self), (self.url,)

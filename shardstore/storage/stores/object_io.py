@@ -6,15 +6,17 @@ threads can have many requests in progress. With fsspec, each request blocks a t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from shardstore.storage.movers.parallel import default_threads, run_batched
+from shardstore.errors import StorageError
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 
-T = TypeVar("T")
 Parts: TypeAlias = Sequence[bytes | memoryview]
 """The content of an object, in order."""
 
@@ -97,21 +99,68 @@ class ObjectIO:
         return partial(self.get, key, start, stop, size=size)
 
 
-def run_requests(
-    io: ObjectIO,
-    items: Sequence[T],
-    begin: Callable[[T, bool], Callable[[], None] | None],
-    *,
-    small: bool = True,
-) -> None:
-    """Run one request for each item, with the concurrency that ``io`` states.
+class Request(ABC):
+    """A request in flight: it starts, and then ends."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def start(self, *, may_wait: bool) -> bool:
+        """Start the request. Return ``False`` if there is no memory for it beside the others, and
+        it may not wait."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the end, and take the answer."""
+
+
+@dataclass
+class Create(Request):
+    """A conditional PUT. If an object of that name exists, it is from an earlier try, whose answer
+    was lost, or a leftover, or from a newer attempt.
+
+    Attributes:
+        io: puts and gets objects below the location.
+        url: URL of the location.
+        key: name of the object.
+        parts: the content, in order.
+        check: called before an object with other content is replaced; raises if it must stay.
+    """
+
+    io: ObjectIO
+    url: str
+    key: str
+    parts: Parts
+    check: Callable[[], None]
+
+    def start(self, *, may_wait: bool = True) -> bool:
+        """See :meth:`Request.start`."""
+        self._put = self.io.begin_put(self.key, self.parts, create=True)
+        return True
+
+    def finish(self) -> None:
+        """See :meth:`Request.finish`."""
+        if self._put():
+            return
+        there = self.io.get(self.key, size=sum(map(len, self.parts)))
+        if there is None and not self.io.put(self.key, self.parts, create=True):
+            url = f"{self.url}/{self.key}"
+            raise StorageError(
+                f"{url}: the store says that the object exists, but has none of this name; save "
+                "again",
+                url=url,
+            )
+        if there not in (None, b"".join(self.parts)):
+            self.check()
+            self.io.put(self.key, self.parts, create=False)
+
+
+def run_requests(io: ObjectIO, requests: Iterable[Request], *, small: bool = True) -> None:
+    """Run requests with the concurrency that ``io`` states.
 
     Args:
         io: puts and gets objects.
-        items: one item for each request.
-        begin: called with an item, and whether it may wait for memory. It starts a request and
-            returns the function that finishes it; ``None`` if there is no memory for the request
-            beside the others.
+        requests: the requests; none is kept after its end.
         small: whether some objects are below :data:`LARGE_BYTES`.
 
     Raises:
@@ -120,30 +169,29 @@ def run_requests(
     """
     most = io.small_requests if small else io.requests
     threads = most if io.blocks else min(default_threads(), most)
-    queue = deque(items)
+    queue = deque(requests)
 
     def work(_: Sequence[int]) -> None:
-        pending: deque[Callable[[], None]] = deque()
+        pending: deque[Request] = deque()
         try:
             while True:
-                item: T | None = None
-                finish: Callable[[], None] | None = None
+                request = None
                 if len(pending) < most // threads:
                     with suppress(IndexError):
-                        item = queue.popleft()
-                if item is not None and (finish := begin(item, not pending)) is None:
-                    queue.appendleft(item)
-                if finish is not None:
-                    pending.append(finish)
-                elif pending:
-                    pending.popleft()()
-                else:
+                        request = queue.popleft()
+                if request is not None and request.start(may_wait=not pending):
+                    pending.append(request)
+                    continue
+                if request is not None:
+                    queue.appendleft(request)
+                if not pending:
                     return
+                pending.popleft().finish()
         except BaseException:
             queue.clear()
-            for finish in pending:
+            for request in pending:
                 with suppress(Exception):
-                    finish()
+                    request.finish()
             raise
 
-    run_batched(range(threads), work, threads=min(threads, len(items)))
+    run_batched(range(threads), work, threads=min(threads, len(queue)))

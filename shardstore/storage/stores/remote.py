@@ -25,10 +25,10 @@ from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from shardstore.errors import CheckpointingException, StorageError
-from shardstore.storage.movers.parallel import run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores import s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
-from shardstore.storage.stores.object_io import LARGE_BYTES
+from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 
 FIRST_DEADLINE_S = 20.0
 """Deadline of a request to a store that has not yet answered this process. It is short, to detect
@@ -451,6 +451,29 @@ class RemoteStore:
             raise FileNotFoundError(url) from None
         except Exception as error:  # the libraries have their own exception types
             raise explained(doing, url, error) from error
+
+
+class FileSystemIO(ObjectIO):
+    """Puts and gets objects through an fsspec file system."""
+
+    requests = small_requests = 8
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+
+    def put(self, key: str, parts: Parts, *, create: bool) -> bool:
+        """See :meth:`ObjectIO.put`."""
+        data = b"".join(parts)
+        if create:
+            return self._store.create(key, data)
+        self._store.write(key, data)
+        return True
+
+    def get(
+        self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
+    ) -> bytes | memoryview | None:
+        """See :meth:`ObjectIO.get`."""
+        return self._store.read_range(key, start, stop, size)
 
 
 def _unless_there(write: Callable[[], None]) -> bool:

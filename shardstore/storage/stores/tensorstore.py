@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ import tensorstore as ts
 
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy, too_late
-from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.storage.stores.s3 import S3Settings
@@ -117,7 +116,8 @@ class KvStoreIO(ObjectIO):
     """Puts and gets objects of S3 through TensorStore.
 
     Args:
-        location: a prefix in a bucket.
+        url: URL of a prefix in a bucket.
+        options: its storage options.
 
     Raises:
         StorageError: there are no credentials, or the settings do not fit.
@@ -128,8 +128,8 @@ class KvStoreIO(ObjectIO):
     blocks = False
     reads_past_end = False
 
-    def __init__(self, location: Location) -> None:
-        self._location, self._lock = location, threading.Lock()
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url, self._options, self._lock = url, options, threading.Lock()
         self._asked_at = -math.inf
         self.opened()
 
@@ -137,9 +137,9 @@ class KvStoreIO(ObjectIO):
         """Return the store, with credentials that are valid for some more minutes."""
         with self._lock:
             if (now := time.monotonic()) >= self._asked_at + ASKED_EVERY_S:
-                self._remote, self._asked_at = self._location.remote, now
+                self._remote, self._asked_at = RemoteStore(self._url, self._options), now
                 self._settings = self._remote.s3_settings()
-            return _open(self._location.url, self._settings, shared_context())
+            return _open(self._url, self._settings, shared_context())
 
     def begin_put(self, key: str, parts: Parts, *, create: bool) -> Callable[[], bool]:
         """See :meth:`ObjectIO.begin_put`."""
@@ -187,7 +187,7 @@ class KvStoreIO(ObjectIO):
                 return data
             there = self._remote.read_range(key, start, stop, size)
             if there is not None:
-                _warn_once(self._location.url)
+                _warn_once(self._url)
             return there
 
         return finish
@@ -197,13 +197,13 @@ class KvStoreIO(ObjectIO):
         store = self.opened()
         read = self._begun("reading", key, UNKNOWN_BYTES, store, store.kvs.read(key))
         if read().state == "missing":
-            require_absent(self._location, key)
+            require_absent(self._remote, key)
 
     def _begun(
         self, doing: str, key: str, size: int, opened: Opened, future: Any
     ) -> Callable[[], Any]:
         """Return a function that waits for a started request and returns its result."""
-        began, url = time.monotonic(), f"{self._location.url}/{key}"
+        began, url = time.monotonic(), f"{self._url}/{key}"
 
         def finish() -> Any:
             try:
@@ -253,10 +253,11 @@ def _warn_once(url: str) -> None:
     logger.warning("%s: %s. s3fs reads it, more slowly", url, _APART)
 
 
-def require_absent(location: Location, key: str) -> None:
+def require_absent(remote: RemoteStore, key: str) -> None:
     """Raise :class:`StorageError` if s3fs finds an object that TensorStore does not find."""
-    if location.is_s3 and location.exists(key):
-        raise location.child(key).error(f": {_APART}")
+    if remote.exists(key):
+        url = f"{remote.url}/{key}"
+        raise StorageError(f"{url}: {_APART}", url=url)
 
 
 class RangeError(StorageError):
@@ -274,31 +275,6 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
         said = plain_words(text)
         advice = NO_TRUST if "curl_code='60'" in text else no_answer(url)
     return StorageError(f"{doing} {url} failed: {said}; {advice}", url=url)
-
-
-def kvstore_spec(location: Location, document: str | None = None) -> dict[str, Any]:
-    """Return the specification of the key-value store at a location (TensorStore documentation,
-    "file Key-Value Store driver", "s3 Key-Value Store driver").
-
-    Args:
-        location: root of the store.
-        document: an object that TensorStore must find on S3 if s3fs does.
-
-    Raises:
-        StorageError: TensorStore has no driver for it, or there are no credentials, or TensorStore
-            does not find the document.
-    """
-    if location.is_local:
-        return {"driver": "file", "path": f"{location.url}/"}
-    if location.is_s3:
-        io = KvStoreIO(location)
-        if document is not None:
-            io.require_seen(document)
-        return io.opened().spec
-    raise location.error(
-        ": arrays of other programs can be read from local folders and s3:// alone; copy the "
-        "checkpoint there"
-    )
 
 
 @lru_cache(maxsize=64)

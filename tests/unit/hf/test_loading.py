@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import shardstore
 from shardstore import hf
 from shardstore.errors import (
     ArgumentError,
@@ -29,7 +28,9 @@ from shardstore.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers import files as chunk_files
+from shardstore.storage.runtime.counters import counters
+from shardstore.storage.stores import folder
 
 W, B = torch.arange(24.0).reshape(4, 6), torch.arange(3).to(torch.bfloat16)
 
@@ -312,9 +313,9 @@ def test_names_outside_of_the_folder_are_refused(place: Path, name: str) -> None
     index = {"weight_map": {"w": "model-1.safetensors", "b": name}}
     (place / "model.safetensors.index.json").write_text(json.dumps(index))
     opened: list[str] = []
-    watched = shardstore.storage.stores.location.open_regular
+    watched = folder.open_regular
     with pytest.MonkeyPatch.context() as patch:
-        for module in (shardstore.storage.stores.location, shardstore.storage.movers.ranges):
+        for module in (folder, chunk_files):
             patch.setattr(module, "open_regular", lambda path: opened.append(path) or watched(path))
         with pytest.raises(DamagedCheckpointError, match=r"index\.json"):
             hf.load(zeros(), place)

@@ -20,7 +20,7 @@ from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.mapping import ShardedTensor
 from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.movers.checksums import crc32c
+from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import Cli, flip
 

@@ -311,7 +311,7 @@ def die(*args, **kwargs):
 if name == "write":
     commit.FolderAttempt.commit = die
 else:
-    commit.Location.delete = die
+    commit.LocalFolder.delete = die
 manager = shardstore.CheckpointManager(sys.argv[1], keep_last=1)
 for step in (7, 8):
     manager.save(step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(8))})

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.movers.checksums import crc32c
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.runtime.checksums import crc32c
+from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 CHUNK = 64 * 1024

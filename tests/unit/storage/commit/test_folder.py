@@ -364,12 +364,13 @@ def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(
         import os, signal, sys
         from shardstore.storage.commit import folder as commit
         from shardstore.storage.options import SaveOptions
+        from shardstore.storage.stores.folder import LocalFolder
         from shardstore.storage.stores.location import Location
         attempt = commit.begin(Location.of(sys.argv[1]), SaveOptions(overwrite=True))
         attempt.location.write("zarr.json", b"two")
         attempt.location.write("w/zarr.json", b"{}")
         attempt.location.write("w/c.0", b"two")
-        Location.delete = lambda self, name="": os.kill(os.getpid(), signal.SIGKILL)
+        LocalFolder.delete = lambda self, name="": os.kill(os.getpid(), signal.SIGKILL)
         attempt.commit([], durable=False)
         """
     )
@@ -500,7 +501,7 @@ WRITE = """
         row = np.ones((1, 300_000), np.float32)
         writes = [ChunkWrite(meta, (i, 0), row) for i in range(rows)]
         try:
-            Mover(attempt.location).write(writes, lambda *_: None)
+            Mover.of(attempt.location).write(writes, lambda *_: None)
         except StorageError as error:
             attempt.abandon()
             return error

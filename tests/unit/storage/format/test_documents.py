@@ -62,7 +62,7 @@ def write_checkpoint(root: Path, metas: list[ArrayMeta]) -> dict[str, np.ndarray
             ChunkWrite(meta, index, arrays[meta.key][(..., *meta.grid.box(index).slices)])
             for index in map(meta.grid.index_at, range(meta.grid.size))
         ]
-        Mover(place).write(
+        Mover.of(place).write(
             writes, lambda item, record: report.add_chunk(item.array, item.index, record)
         )
     merged = merge([report.to_bytes()])

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstore.storage.movers import chunk_bytes
-from shardstore.storage.movers.checksums import Sums, crc32c
 from shardstore.storage.movers.chunk_bytes import pieces, whole_chunk
-from shardstore.storage.movers.parallel import kept_memory
+from shardstore.storage.runtime.checksums import Sums, crc32c
+from shardstore.storage.runtime.parallel import kept_memory
 
 
 @given(

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from shardstore import ShardedTensor, load, save
 from shardstore.errors import ChunkCorruptError
-from shardstore.storage.movers import checksums, files
-from shardstore.storage.movers.checksums import crc32c, read_chunks
-from shardstore.storage.movers.counters import counters
+from shardstore.storage.movers import files
+from shardstore.storage.movers.files import read_chunks
+from shardstore.storage.runtime.checksums import crc32c
+from shardstore.storage.runtime.counters import counters
 
 compiled = pytest.mark.skipif(
-    not checksums.COMPILED, reason="no compiler at the installation, or no AVX-512"
+    not files.COMPILED, reason="no compiler at the installation, or no AVX-512"
 )
 
 
@@ -29,7 +30,7 @@ compiled = pytest.mark.skipif(
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
         monkeypatch.setattr(files, "read_chunks", lambda requests: [None] * len(requests))
-    elif not checksums.COMPILED:
+    elif not files.COMPILED:
         pytest.skip("no compiler at the installation, or no AVX-512")
     return str(request.param)
 

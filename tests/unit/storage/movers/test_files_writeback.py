@@ -44,7 +44,7 @@ def written(folder: Path, size: int, *, durable: bool) -> Path:
     (folder / "w").mkdir()
     meta = ArrayMeta("w", "w", Grid((size,), (size,)), "uint8")
     data = np.arange(size, dtype=np.uint32).astype(np.uint8)
-    Mover(Location.of(folder), SaveOptions(durable=durable)).write(
+    Mover.of(Location.of(folder), SaveOptions(durable=durable)).write(
         [ChunkWrite(meta, (0,), data)], lambda _item, _record: None
     )
     return folder / "w" / meta.chunk_key((0,))
@@ -82,7 +82,7 @@ def test_writers_of_one_chunk_do_not_fail_on_each_other(tmp_path: Path) -> None:
 
     def rewrite() -> None:
         for _ in range(500):
-            Mover(Location.of(tmp_path), SaveOptions(threads=1)).write([write], lambda *_: None)
+            Mover.of(Location.of(tmp_path), SaveOptions(threads=1)).write([write], lambda *_: None)
 
     with ThreadPoolExecutor(4) as writers:
         for writer in [writers.submit(rewrite) for _ in range(4)]:

@@ -1,27 +1,12 @@
-"""Computes crc32c, and running crc32c values at the ends of a chunk's blocks. Imports the compiled
-reader if it was built."""
+"""Computes crc32c, and running crc32c values at the ends of a chunk's blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import xxhash
 from crc32c import crc32c as _crc32c
-
-try:
-    from shardstore.storage.movers._copy_crc import read_chunks
-except ImportError:  # no compiler at the installation, or no AVX-512
-    COMPILED = False
-
-    def read_chunks(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
-        """Return no result: the compiled reader is not available."""
-        return [None] * len(requests)
-else:
-    COMPILED = True
-
-__all__ = ["COMPILED", "Sums", "crc32c", "read_chunks"]
 
 crc32c: Callable[[memoryview | bytes | bytearray, int], int] = _crc32c
 """``crc32c(data, crc)`` continues the checksum ``crc`` (0 at the start) over ``data``."""

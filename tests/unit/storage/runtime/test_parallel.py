@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardstore.storage.movers.parallel import default_threads, run_together
+from shardstore.storage.runtime.parallel import default_threads, run_together
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardstore.storage.movers.collector import collector_paused
+from shardstore.storage.runtime.collector import collector_paused
 
 
 @pytest.fixture

@@ -1,0 +1,197 @@
+"""Writes the blocks of a model that fall to one rank, from its memory and that of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardstore.distributed.coordinator import Ranks
+from shardstore.hf.blocks import Block, Piece
+from shardstore.hf.files import FileLayout
+from shardstore.hf.places import Place
+from shardstore.saving.plan import Parts, fetched, parts_of
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunk_bytes import as_bytes
+from shardstore.storage.runtime.parallel import default_threads, in_rounds
+
+Source: TypeAlias = Callable[[Box], torch.Tensor]
+"""Returns a box of a tensor, in host memory; several threads call it."""
+
+ROUND_BYTES = 64 * 1024 * 1024
+"""Largest number of bytes of the blocks that a rank puts together at a time."""
+MARGIN = 16
+"""Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
+
+
+def source_of(parts: Parts, held: Box) -> Source:
+    """Return what returns parts of the memory that holds a box of a tensor."""
+    return lambda box: dtypes.as_tensor(fetched(parts(box.relative_to(held.offset).slices)))
+
+
+@dataclass
+class BlockWriter:
+    """The writing of a model on one rank.
+
+    Attributes:
+        ranks: the ranks.
+        place: writes the files.
+        layout: the files.
+        blocks: what each rank writes.
+        sources: name and box of a tensor -> what returns parts of it on this rank.
+        dtypes: name of a tensor -> data type that it is written in.
+        failure: an error of this rank.
+    """
+
+    ranks: Ranks
+    place: Place
+    layout: FileLayout
+    blocks: list[Block]
+    sources: dict[tuple[str, Box], Source]
+    dtypes: Mapping[str, torch.dtype]
+    failure: BaseException | None = None
+
+    @property
+    def pieces(self) -> set[tuple[str, Box]]:
+        """Name and box of what this rank brings."""
+        rank = self.ranks.rank
+        return {(p.key, p.held) for block in self.blocks for p in block.pieces if p.rank == rank}
+
+    def stage(self) -> None:
+        """Copy what this rank brings to host memory. An error is kept for :meth:`finish`."""
+        try:
+            for (name, box), source in self.sources.items():
+                copied = source(box).to(self.dtypes[name], copy=True)
+                self.sources[name, box] = source_of(parts_of(copied, name), box)
+        except Exception as problem:
+            self.failure = self.failure or problem
+
+    def write(self) -> None:
+        """Write this rank's blocks, and send and receive the pieces of shared ones. An error is
+        kept for :meth:`finish`."""
+        try:
+            self._write_blocks()
+        except Exception as problem:
+            self.failure = self.failure or problem
+
+    def _write_blocks(self) -> None:
+        """Write the blocks: first those with pieces of other ranks, because they wait.
+
+        After an error the pieces of this rank are still sent, because other ranks wait for them.
+        """
+        ranks, rank, ordered = self.ranks, self.ranks.rank, self.place.in_order
+        shared, alone = [], []
+        for block in self.blocks:
+            holders = {piece.rank for piece in block.pieces}
+            if holders | {block.owner} == {rank} and not ordered:
+                alone.append(block)
+            elif rank in holders or rank == block.owner:
+                shared.append(block)
+        partners = {p.rank for block in shared for p in block.pieces if block.owner == rank}
+        ranks.connect((partners | {block.owner for block in shared}) - {rank})
+        threads = 1 if ordered else default_threads()
+        pending: list[Future[None]] = []
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardstore-io") as pool:
+            for batch in in_rounds(shared, lambda block: block.size, ROUND_BYTES):
+                try:
+                    data = self._put_together(batch)
+                except Exception as problem:
+                    self.failure, data = self.failure or problem, []
+                self._wait(pending)
+                pending = [pool.submit(self._write_block, *one) for one in data]
+            for block in alone:
+                pending.append(pool.submit(self._write_block, block, None))
+            self._wait(pending)
+
+    def _wait(self, pending: Iterable[Future[None]]) -> None:
+        for future in pending:
+            if error := future.exception():
+                self.failure = self.failure or error
+
+    def _write_block(self, block: Block, data: NDArray[np.uint8] | None) -> None:
+        """Write a block, unless this rank has failed."""
+        if self.failure is not None:
+            return
+        if data is None:
+            data = self._of_one(block)
+        self.place.write(block.name, block.start, data.data)
+
+    def _of_one(self, block: Block) -> NDArray[np.uint8]:
+        """Return the bytes of a block that this rank alone holds: its memory, if contiguous."""
+        if len(block.pieces) == 1:
+            (piece,) = block.pieces
+            if piece.start == 0 and piece.box == piece.whole:
+                data = self._fetched(piece)
+                if len(data) == block.size:
+                    return data
+        buffer = _Buffer(self, block)
+        for piece in block.pieces:
+            buffer.put(piece, self._fetched(piece))
+        return buffer.data
+
+    def _fetched(self, piece: Piece) -> NDArray[np.uint8]:
+        """Return the bytes of a piece of this rank, in C order and the written data type."""
+        part = self.sources[piece.key, piece.held](piece.box)
+        return as_bytes(dtypes.as_numpy(part.to(self.dtypes[piece.key]).contiguous()))
+
+    def _put_together(self, blocks: Sequence[Block]) -> list[tuple[Block, NDArray[np.uint8]]]:
+        """Exchange the pieces of some blocks, and return those that this rank writes.
+
+        All ranks exchange the blocks in the same order, so that no two wait for each other. If a
+        piece of this rank cannot be read, zeros are sent, and the error is kept for the commit.
+        """
+        rank = self.ranks.rank
+        sends: list[tuple[int, NDArray[np.uint8]]] = []
+        receives: list[tuple[int, NDArray[np.uint8]]] = []
+        arriving: list[Callable[[], None]] = []
+        data: list[tuple[Block, NDArray[np.uint8]]] = []
+        for block in blocks:
+            buffer = _Buffer(self, block) if block.owner == rank else None
+            if buffer is not None:
+                data.append((block, buffer.data))
+            for piece in block.pieces:
+                size = piece.box.size * piece.itemsize
+                if piece.rank != rank:
+                    if buffer is not None:
+                        receives.append((piece.rank, received := np.empty(size, np.uint8)))
+                        arriving.append(partial(buffer.put, piece, received))
+                    continue
+                try:
+                    held = self._fetched(piece)
+                except Exception as problem:
+                    self.failure = self.failure or problem
+                    held = np.zeros(size, np.uint8)
+                if buffer is not None:
+                    buffer.put(piece, held)
+                else:
+                    sends.append((block.owner, held))
+        if sends or receives:
+            self.ranks.exchange(sends, receives)
+        for arrived in arriving:
+            arrived()
+        return data
+
+
+class _Buffer:
+    """The bytes of a block, put together of pieces."""
+
+    def __init__(self, writer: BlockWriter, block: Block) -> None:
+        self._memory = np.empty(block.size + 2 * MARGIN, np.uint8)
+        self.data = self._memory[MARGIN : MARGIN + block.size]
+        head = writer.layout.heads[block.name][block.start : block.stop]
+        self.data[: len(head)] = np.frombuffer(head, np.uint8)
+
+    def put(self, piece: Piece, data: NDArray[np.uint8]) -> None:
+        """Copy a piece to its place."""
+        # NumPy copies the data types that it lacks element by element.
+        dtype = np.dtype(f"u{piece.itemsize}")
+        whole = np.ndarray(piece.whole.shape, dtype, self._memory, MARGIN + piece.start)
+        where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.whole.offset).slices)
+        whole[where] = data.view(dtype).reshape(piece.box.shape)

@@ -1,0 +1,208 @@
+"""Reads blocks of files for several ranks of a host, of which each wants a part of the rows.
+
+A store takes longer for a request than for the bytes between the runs of such a part, as columns
+under tensor parallelism. If each rank read its own, all would read the whole tensor. Instead each
+block is read once, by one of the ranks that want parts of it, and it sends the others theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardstore.distributed.coordinator import Ranks
+from shardstore.hf.blocks import Block, Holders, Piece, pieces_of
+from shardstore.hf.files import Place
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunk_bytes import as_bytes, slabs, span
+from shardstore.storage.movers.chunks import ReadDone, RegionRead
+from shardstore.storage.movers.object_mover import GAP_BYTES, REQUEST_BYTES, REQUESTS
+from shardstore.storage.runtime.parallel import in_rounds, local_ranks, run_batched
+
+MOST_EXCESS = 1.05
+"""Regions for which a rank alone would read more than this multiple of their bytes are shared."""
+ROUND_BYTES = 4 * REQUEST_BYTES
+"""Bytes that a rank reads at a time, while what it has read is sent."""
+
+Wanted: TypeAlias = dict[str, Holders]
+"""Name of a stored tensor -> box -> the ranks of a host that want it."""
+ReadRange: TypeAlias = Callable[[str, int, int], bytes]
+"""Reads bytes of a file: its name, the first byte, and one past the last one."""
+
+
+def host_of(rank: int) -> int:
+    """Return the number of a rank's host. Launchers set the number of ranks per host
+    (``LOCAL_WORLD_SIZE``), and number ranks by host."""
+    return rank // local_ranks() if os.environ.get("LOCAL_WORLD_SIZE") else 0
+
+
+def is_scattered(region: RegionRead) -> bool:
+    """Return whether a store would be asked for many more bytes than the region has."""
+    size = dtypes.itemsize(region.array.dtype)
+    like: NDArray[Any] = np.broadcast_to(np.empty((), f"V{size}"), region.box.shape)
+    parts = slabs(like, region.box, region.array.shape, 0, GAP_BYTES)
+    return sum(last - first for first, last, _ in parts) > MOST_EXCESS * like.nbytes
+
+
+def wanted_by(reports: Mapping[int, Iterable[tuple[str, Box]]]) -> dict[int, Wanted]:
+    """Return by host the scattered regions of tensors that several of its ranks want.
+
+    Args:
+        reports: by rank, name and box of each scattered region.
+    """
+    hosts: dict[int, Wanted] = {}
+    for rank, regions in reports.items():
+        for name, box in regions:
+            ranks = hosts.setdefault(host_of(rank), {}).setdefault(name, {}).setdefault(box, [])
+            if rank not in ranks:
+                ranks.append(rank)
+    return {
+        host: {
+            name: boxes
+            for name, boxes in wanted.items()
+            if len({rank for ranks in boxes.values() for rank in ranks}) > 1
+        }
+        for host, wanted in hosts.items()
+    }
+
+
+def plan_shared(
+    wanted: Wanted, arrays: Mapping[str, ArrayMeta], places: Mapping[str, Place]
+) -> list[Block]:
+    """Divide the reading of a host's wanted regions among its ranks, by size. A pure function.
+
+    Returns:
+        The blocks; the owner reads, and the rank of a piece wants it.
+    """
+    load = Counter[int]()
+    blocks = []
+    for name, boxes in wanted.items():
+        meta, (file, start) = arrays[name], places[name]
+        size = dtypes.itemsize(meta.dtype)
+        spans = _united(span(box, meta.shape, size) for box in boxes)
+        step = REQUEST_BYTES // size * size
+        cuts = [(at, min(at + step, high)) for low, high in spans for at in range(low, high, step)]
+        for (begin, end), found in zip(cuts, pieces_of(meta, boxes, cuts), strict=True):
+            pieces = [piece._replace(rank=one) for piece, ranks in found for one in ranks]
+            owner = min({piece.rank for piece in pieces}, key=lambda one: (load[one], one))
+            load[owner] += end - begin
+            blocks.append(Block(file, start + begin, start + end, owner, pieces))
+    return blocks
+
+
+def _united(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges that overlapping ranges form."""
+    low = high = -1
+    for first, last in sorted(spans):
+        if first < high:
+            high = max(high, last)
+            continue
+        if low < high:
+            yield low, high
+        low, high = first, last
+    if low < high:
+        yield low, high
+
+
+def read_shared(
+    ranks: Ranks,
+    blocks: Sequence[Block],
+    regions: Sequence[RegionRead],
+    read: ReadRange,
+    done: ReadDone,
+) -> None:
+    """Read the blocks of a host, and exchange their parts. Every rank that owns a block or wants a
+    piece calls it, and waits for its partners.
+
+    Args:
+        ranks: the ranks of the load.
+        blocks: the blocks of the host, the same on all of its ranks.
+        regions: the regions that this rank wants.
+        read: reads bytes of a file; several threads call it.
+        done: called as the regions fill.
+
+    Raises:
+        CheckpointingException: the error of ``read``, after all pieces were exchanged.
+    """
+    rank = ranks.rank
+    wanted: dict[tuple[str, Box], list[RegionRead]] = {}
+    for region in regions:
+        wanted.setdefault((region.array.key, region.box), []).append(region)
+    pairs = {(block.owner, piece.rank) for block in blocks for piece in block.pieces}
+    ranks.connect({other for pair in pairs if rank in pair for other in pair} - {rank})
+    failures: list[Exception] = []
+
+    def fetch(some: Sequence[Block]) -> dict[int, NDArray[np.uint8]]:
+        found: dict[int, NDArray[np.uint8]] = {}
+
+        def work(batch: Sequence[Block]) -> None:
+            for block in batch:
+                try:
+                    data = np.frombuffer(read(block.name, block.start, block.stop), np.uint8)
+                except Exception as problem:  # the other ranks wait for their pieces
+                    failures.append(problem)
+                    data = np.zeros(block.size, np.uint8)
+                found[id(block)] = data
+
+        run_batched([one for one in some if one.owner == rank], work, threads=REQUESTS)
+        return found
+
+    most = ROUND_BYTES * len({block.owner for block in blocks})
+    rounds = list(in_rounds(blocks, lambda block: block.size, most))
+    with ThreadPoolExecutor(1, thread_name_prefix="shardstore-host") as reader:
+        coming = reader.submit(fetch, rounds[0])
+        for number, some in enumerate(rounds, 1):
+            data = coming.result()
+            coming = reader.submit(fetch, rounds[number] if number < len(rounds) else [])
+            _send(ranks, some, data, wanted, done)
+    if failures:
+        raise failures[0]
+
+
+def _send(
+    ranks: Ranks,
+    blocks: Sequence[Block],
+    data: Mapping[int, NDArray[np.uint8]],
+    wanted: Mapping[tuple[str, Box], Sequence[RegionRead]],
+    done: ReadDone,
+) -> None:
+    """Exchange the pieces of some blocks, and copy those of this rank to their destinations."""
+    sends, receives, arriving = [], [], []
+    for block in blocks:
+        for piece in block.pieces:
+            if block.owner == ranks.rank:
+                values = _cut(data[id(block)], piece)
+                if piece.rank != ranks.rank:
+                    sends.append((piece.rank, values))
+            elif piece.rank == ranks.rank:
+                values = np.empty(piece.box.size * piece.itemsize, np.uint8)
+                receives.append((block.owner, values))
+            if piece.rank == ranks.rank:
+                arriving.append((piece, values))
+    if sends or receives:
+        ranks.exchange(sends, receives)
+    for piece, values in arriving:
+        for region in wanted[piece.key, piece.held]:
+            dtype = dtypes.numpy_dtype(region.array.dtype)
+            where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.held.offset).slices)
+            out = region.out[where]
+            target = dtypes.as_tensor(out) if isinstance(out, np.ndarray) else out
+            with torch.no_grad():
+                target.copy_(dtypes.as_tensor(values.view(dtype).reshape(piece.box.shape)))
+            done(out.nbytes, 0)
+
+
+def _cut(data: NDArray[np.uint8], piece: Piece) -> NDArray[np.uint8]:
+    """Return a copy of the bytes of a piece of a block."""
+    # NumPy copies the data types that it lacks element by element.
+    whole = np.ndarray(piece.whole.shape, f"u{piece.itemsize}", data, piece.start)
+    return as_bytes(whole[piece.box.relative_to(piece.whole.offset).slices].copy())
