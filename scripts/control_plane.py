@@ -1,10 +1,8 @@
 """What ranks tell each other before a commit, in worlds of up to 100,000 ranks: a simulation.
 
-`measure N` starts N real ranks and prints what a meeting costs the coordinator. `times N FOLDER`
-starts N real ranks, and prints how long their first and tenth save and load take; with another
-version on PYTHONPATH, it measures that one. `draw FILE` simulates one save, with costs that were
-fitted to such runs, and draws it beside what PyTorch DCP and Megatron-Core gather. The tree is the
-package's own.
+`measure N` starts N real ranks and prints what a meeting costs the coordinator. `draw FILE`
+simulates one save, with costs that were fitted to such runs, and draws it beside what PyTorch DCP
+and Megatron-Core gather. The tree is the package's own.
 """
 
 from __future__ import annotations
@@ -12,16 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 WORLDS = (8, 64, 256, 1024, 4096, 16_384, 100_000)
 LATENCY_S, NETWORK_BYTES_PER_S = 50e-6, 1.25e9
@@ -122,24 +119,14 @@ def draw(output: Path) -> None:
     save_picture(fig, output)
 
 
-def run_ranks(world: int, work: Callable[[int, int], None]) -> None:
-    """Call a function with rank and world size on real ranks, forked from this process."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{found.getsockname()[1]}"
-    started = []
-    for rank in range(world):
-        started.append(os.fork())
-        if not started[-1]:
-            torch.set_num_threads(1)
-            wait = timedelta(minutes=10)
-            dist.init_process_group("gloo", address, rank=rank, world_size=world, timeout=wait)
-            dist.barrier()
-            work(rank, world)
-            dist.barrier()
-            os._exit(0)
-    for process in started:
-        os.waitpid(process, 0)
+def run_rank(rank: int, world: int, store: str) -> None:
+    """Be one of the real ranks."""
+    torch.set_num_threads(1)
+    wait = timedelta(minutes=10)
+    dist.init_process_group("gloo", store, rank=rank, world_size=world, timeout=wait)
+    measure(rank, world)
+    dist.barrier()
+    os._exit(0)
 
 
 def measure(rank: int, world: int) -> None:
@@ -160,56 +147,17 @@ def measure(rank: int, world: int) -> None:
             print(json.dumps({"ranks": world, "report_bytes": size} | of_0), flush=True)
 
 
-def times(rank: int, world: int, folder: Path) -> None:
-    """Save and load 20 small tensors ten times; rank 0 prints the times of the last rank. The first
-    save is timed with the import of the package, because versions import more or less of it then.
-    """
-    began = time.perf_counter()
-    import shardstore
-
-    verbs = (("save", shardstore.save), ("load", shardstore.load))
-    imported = time.perf_counter() - began
-    part = (0, rank, world)
-    state: dict[str, Any] = {
-        f"w{i}": shardstore.ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(4, 4), part)
-        for i in range(20)
-    }
-
-    def last(value: float) -> float:
-        found = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.item()
-
-    before, found = len(os.listdir("/proc/self/fd")), dict[str, float]()
-    for name, function in verbs:
-        took = []
-        for number in range(10):
-            dist.barrier()
-            clock = time.perf_counter()
-            function(state, folder / str(number))
-            is_first = (name, number) == ("save", 0)
-            took.append(last(time.perf_counter() - clock + is_first * imported))
-            if is_first:
-                found["descriptors"] = last(len(os.listdir("/proc/self/fd")) - before)
-        found |= {f"first {name}": took[0], f"tenth {name}": min(took[5:])}
-    if rank == 0:
-        print(json.dumps({"ranks": world} | found), flush=True)
-
-
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("measure").add_argument("ranks", type=int)
-    timing = commands.add_parser("times")
-    timing.add_argument("ranks", type=int)
-    timing.add_argument("folder", type=Path)
     commands.add_parser("draw").add_argument("file", type=Path)
     options = parser.parse_args()
     if options.command == "measure":
-        run_ranks(options.ranks, measure)
-    elif options.command == "times":
-        run_ranks(options.ranks, partial(times, folder=options.folder))
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (options.ranks, f"file://{folder}/meet")
+            start_processes(run_rank, arguments, options.ranks, start_method="fork")
     else:
         draw(options.file)
 

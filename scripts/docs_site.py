@@ -65,9 +65,9 @@ class Roles(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object | griffe.Alias, **_: Any) -> None:
         """Rewrite one docstring."""
         if not obj.is_alias and obj.docstring:
-            text = _ROLE.sub(lambda role: f"`{_shown(*role.groups())}`", obj.docstring.value)
+            text = _ROLE.sub(_shown, obj.docstring.value)
             obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
 
 
-def _shown(short: str, name: str) -> str:
-    return name.rpartition(".")[2] if short else name
+def _shown(role: re.Match[str]) -> str:
+    return f"`{role[2].rpartition('.')[2] if role[1] else role[2]}`"

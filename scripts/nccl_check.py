@@ -14,13 +14,13 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     numbers = torch.full((1 << 20,), float(dist.get_rank() + 1), device=device)
     dist.all_reduce(numbers)
-    world = dist.get_world_size()
-    wanted = world * (world + 1) / 2
+    wanted = sum(range(1, dist.get_world_size() + 1))
     if not bool((numbers == wanted).all()):
         raise SystemExit(f"NCCL summed to {numbers[0].item()}, not {wanted}")
     if dist.get_rank() == 0:
         version = ".".join(map(str, torch.cuda.nccl.version()))
-        print(f"NCCL {version}: {world} GPU(s), {torch.cuda.get_device_name(device)}")
+        name = torch.cuda.get_device_name(device)
+        print(f"NCCL {version}: {dist.get_world_size()} GPU(s), {name}")
     dist.destroy_process_group()
 
 

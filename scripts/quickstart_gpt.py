@@ -3,9 +3,8 @@
 The training half of the quickstart: layout of ranks, text, model, optimizer.
 ``quickstart_train.py`` describes this state to shardstore.
 
-Everything is deterministic, and everything random (start weights, text, dropout) is drawn for the
-global model and the global batch, so that any layout of ranks computes the same loss up to the
-order of floating-point sums.
+Everything is deterministic. Start weights are drawn for the global model, and text for the global
+batch, so that any layout of ranks computes the same loss up to the order of floating-point sums.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everybody uses)
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 VOCABULARY = 256
 SPREAD = 0.02
@@ -36,7 +36,6 @@ class Config:
     heads: int = 8
     context: int = 128
     batch: int = 8
-    dropout: float = 0.1
     learning_rate: float = 3e-4
     seed: int = 1234
 
@@ -78,30 +77,19 @@ def join_ranks(tp: int, dp: int, timeout_s: float) -> Layout:
     if world == 1:
         return Layout(1, 1, 0, None, None)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    rank = dist.get_rank()
-    mine: dict[str, dist.ProcessGroup | None] = {"tp": None, "dp": None}
-    # Every rank takes part in making every group, also those it is not in.
-    for name, size, members in (
-        ("tp", tp, [[d * tp + t for t in range(tp)] for d in range(dp)]),
-        ("dp", dp, [[d * tp + t for d in range(dp)] for t in range(tp)]),
-    ):
-        for ranks in members if size > 1 else []:
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                mine[name] = group
-    return Layout(tp, dp, rank, mine["tp"], mine["dp"])
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    groups = (mesh.get_group(name) if mesh[name].size() > 1 else None for name in ("tp", "dp"))
+    return Layout(tp, dp, dist.get_rank(), *groups)
 
 
-def all_reduce(
-    value: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Tensor:
-    """Reduce ``value`` in place over ``group`` (None: this rank alone)."""
+def all_reduce(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum ``value`` in place over ``group`` (None: this rank alone)."""
     if group is not None:
-        dist.all_reduce(value, op=op, group=group)
+        dist.all_reduce(value, group=group)
     return value
 
 
-class _Spread(torch.autograd.Function):
+class Spread(torch.autograd.Function):
     """Into a tensor-parallel region: each rank uses the whole value, so their gradients add up."""
 
     @staticmethod
@@ -114,7 +102,7 @@ class _Spread(torch.autograd.Function):
         return all_reduce(gradient.clone(), ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
     """Out of a tensor-parallel region: the ranks' parts add up, each gets the whole gradient."""
 
     @staticmethod
@@ -126,16 +114,6 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-def spread(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    result: Tensor = _Spread.apply(value, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def summed(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    result: Tensor = _Sum.apply(part, group)  # type: ignore[no-untyped-call]
-    return result
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A parameter's shape over all tensor-parallel ranks, and the axis that they cut (or none)."""
@@ -145,12 +123,6 @@ class Parameter:
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
         return tuple(n // tp if a == self.axis else n for a, n in enumerate(self.shape))
-
-    def local_slice(self, tp: int, tp_rank: int) -> tuple[slice, ...]:
-        return tuple(
-            slice(tp_rank * (n // tp), (tp_rank + 1) * (n // tp)) if a == self.axis else slice(0, n)
-            for a, n in enumerate(self.shape)
-        )
 
 
 def parameters(config: Config) -> dict[str, Parameter]:
@@ -170,12 +142,12 @@ def parameters(config: Config) -> dict[str, Parameter]:
         "mlp.down_bias": Parameter((w,)),
     }
     return {
-        "embedding.tokens": Parameter((VOCABULARY, w), 0),
+        "embedding.tokens": Parameter((VOCABULARY, w)),
         "embedding.positions": Parameter((config.context, w)),
         **{f"layers.{i}.{n}": p for i in range(config.layers) for n, p in layer.items()},
         "final_norm.weight": Parameter((w,)),
         "final_norm.bias": Parameter((w,)),
-        "head": Parameter((VOCABULARY, w), 0),
+        "head": Parameter((VOCABULARY, w)),
     }
 
 
@@ -201,7 +173,8 @@ class GPT:
                 continue
             draw = torch.Generator().manual_seed(config.seed + i)
             whole = torch.randn(parameter.shape, generator=draw) * SPREAD
-            self.weights[name].copy_(whole[parameter.local_slice(layout.tp, layout.tp_rank)])
+            cut = (whole,) if parameter.axis is None else whole.chunk(layout.tp, parameter.axis)
+            self.weights[name].copy_(cut[layout.tp_rank % len(cut)])
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat buffer seen as one tensor per parameter."""
@@ -210,48 +183,32 @@ class GPT:
             for name, parameter in self.parameters.items()
         }
 
-    def loss_and_gradient(self, tokens: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Mean loss over this rank's sequences, and its gradient as one flat fp32 buffer.
 
         Args:
             tokens: sequences x (context + 1) bytes, int64.
-            keep: sequences x context x width, dropout's factors.
         """
         flat = self.flat.float().requires_grad_()
-        loss = self._loss(self.views(flat), tokens[:, :-1], tokens[:, 1:], keep)
+        loss = self._loss(self.views(flat), tokens[:, :-1], tokens[:, 1:])
         (gradient,) = torch.autograd.grad(loss, flat)
         return loss.detach(), gradient
 
-    def _loss(self, w: dict[str, Tensor], tokens: Tensor, targets: Tensor, keep: Tensor) -> Tensor:
-        tp = self.layout.tp_group
-        here, local = self._own_bytes(tokens)
-        x = F.embedding(local, w["embedding.tokens"]) * here.unsqueeze(-1)
-        x = (summed(x, tp) + w["embedding.positions"][: tokens.shape[1]]) * keep
+    def _loss(self, w: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+        x = F.embedding(tokens, w["embedding.tokens"]) + w["embedding.positions"]
         for i in range(self.config.layers):
             layer = {n.split(".", 2)[2]: t for n, t in w.items() if n.startswith(f"layers.{i}.")}
             x = x + self._attention(layer, x)
             x = x + self._mlp(layer, x)
         x = self._norm(x, w["final_norm.weight"], w["final_norm.bias"])
-        logits = F.linear(spread(x, tp), w["head"])
-        top = all_reduce(logits.detach().amax(-1), tp, dist.ReduceOp.MAX)
-        total = summed((logits - top.unsqueeze(-1)).exp().sum(-1), tp)
-        here, local = self._own_bytes(targets)
-        hit = summed(logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) * here, tp)
-        return (total.log() + top - hit).mean()
-
-    def _own_bytes(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens are in this rank's part of the vocabulary, and their row there (else 0)."""
-        rows = VOCABULARY // self.layout.tp
-        local = tokens - self.layout.tp_rank * rows
-        here = (local >= 0) & (local < rows)
-        return here, local * here
+        return F.cross_entropy(F.linear(x, w["head"]).flatten(0, 1), targets.flatten())
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, (self.config.width,), weight, bias)
 
     def _attention(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
         tp = self.layout.tp_group
-        x = spread(self._norm(x, w["norm1.weight"], w["norm1.bias"]), tp)
+        x = Spread.apply(self._norm(x, w["norm1.weight"], w["norm1.bias"]), tp)
         heads, depth = self.config.heads // self.layout.tp, self.config.width // self.config.heads
         shape = (*x.shape[:2], heads, depth)
         q, k, v = (F.linear(x, m).view(shape) for m in w["attention.qkv"])
@@ -259,13 +216,13 @@ class GPT:
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
         )
         part = F.linear(out.transpose(1, 2).flatten(2), w["attention.out"])
-        return summed(part, tp) + w["attention.out_bias"]
+        return Sum.apply(part, tp) + w["attention.out_bias"]
 
     def _mlp(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
         tp = self.layout.tp_group
-        x = spread(self._norm(x, w["norm2.weight"], w["norm2.bias"]), tp)
+        x = Spread.apply(self._norm(x, w["norm2.weight"], w["norm2.bias"]), tp)
         part = F.linear(F.gelu(F.linear(x, w["mlp.up"], w["mlp.up_bias"])), w["mlp.down"])
-        return summed(part, tp) + w["mlp.down_bias"]
+        return Sum.apply(part, tp) + w["mlp.down_bias"]
 
 
 class ShardedAdam:
@@ -314,36 +271,21 @@ class ShardedAdam:
 
 
 class Lane:
-    """One sequence of the global batch: where it reads the text, and its own dropout."""
+    """One sequence of the global batch: where it reads the text."""
 
     def __init__(self, index: int, config: Config, text: Tensor) -> None:
-        self.index, self.config, self.text = index, config, text
+        self.index, self.context, self.text = index, config.context, text
         self.position = index * (len(text) // config.batch)
-        self.draw = torch.Generator().manual_seed(config.seed + 100_000 + index)
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """The next context + 1 bytes and the dropout factors for them."""
-        context, dropout = self.config.context, self.config.dropout
-        at = torch.arange(self.position, self.position + context + 1) % len(self.text)
-        self.position = (self.position + context) % len(self.text)
-        keep = torch.rand(context, self.config.width, generator=self.draw) >= dropout
-        return self.text[at].long(), keep / (1 - dropout)
-
-    def state(self) -> dict[str, Any]:
-        return {"position": self.position, "generator": self.draw.get_state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.position = int(state["position"])
-        self.draw.set_state(state["generator"])
+    def next(self) -> Tensor:
+        """The next context + 1 bytes."""
+        at = torch.arange(self.position, self.position + self.context + 1) % len(self.text)
+        self.position = (self.position + self.context) % len(self.text)
+        return self.text[at].long()
 
 
 def read_text(limit_bytes: int = 4 << 20) -> Tensor:
-    """Sources of this Python's standard library as uint8, folder by folder in order of names."""
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-    read: list[bytes] = []
-    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = sorted(set(folders) - skipped)
-        read += [Path(folder, f).read_bytes() for f in sorted(files) if f.endswith(".py")]
-        if sum(map(len, read)) >= limit_bytes:
-            break
-    return torch.frombuffer(bytearray(b"".join(read)[:limit_bytes]), dtype=torch.uint8)
+    """Sources of this Python's standard library as uint8, in order of names."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)[:limit_bytes]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

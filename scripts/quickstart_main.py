@@ -73,16 +73,9 @@ def ranks(
     if world > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(world)]
-    described = {
-        "job": job,
-        "tp": tp,
-        "dp": dp,
-        "folder": str(folder),
-        "checkpoint": checkpoint,
-        "steps": options.steps,
-        "config": SMALL if options.small else {},
-        "result": result,
-    }
+    described = {"job": job, "tp": tp, "dp": dp, "folder": str(folder), "checkpoint": checkpoint}
+    described |= {"steps": options.steps, "config": SMALL if options.small else {}}
+    described["result"] = result
     command += [str(HERE / "quickstart_train.py"), json.dumps(described)]
     run(command, f"{job} on {world} rank{'s' * (world > 1)}")
     found: dict[str, Any] = json.loads((folder / result).read_text())
@@ -172,32 +165,22 @@ def main() -> int:
     from arguments import OneLineParser, count, writable_folder
 
     parser = OneLineParser(prog="scripts/quickstart", description=__doc__)
-    parser.add_argument(
-        "--dir", type=writable_folder, help="new or empty folder to work in (temporary)"
-    )
-    parser.add_argument(
-        "--steps", type=count, default=40, help="training steps, saved at half (40)"
-    )
-    parser.add_argument("--keep", action="store_true", help="leave checkpoint and records behind")
-    parser.add_argument("--small", action="store_true", help="a tiny model, for a run of seconds")
+    add, on = parser.add_argument, "store_true"
+    add("--dir", type=writable_folder, help="new or empty folder to work in (temporary)")
+    add("--steps", type=count, default=40, help="training steps, saved at half (40)")
+    add("--keep", action=on, help="leave checkpoint and records behind")
+    add("--small", action=on, help="a tiny model, for a run of seconds")
+    add("--only-check", action=on, help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--s3", action="store_true", help="save to an S3 server that is started here"
-    )
-    where.add_argument(
-        "--checkpoint",
-        metavar="URL",
-        help="save below this URL, with the environment's credentials",
-    )
-    parser.add_argument("--only-check", action="store_true", help=argparse.SUPPRESS)
+    where.add_argument("--s3", action=on, help="save to an S3 server that is started here")
+    url = "save below this URL, with the environment's credentials"
+    where.add_argument("--checkpoint", metavar="URL", help=url)
     options = parser.parse_args()
     if options.steps < 4:
         parser.error("--steps has to be at least 4")
     if options.checkpoint is not None and not re.fullmatch("[a-z0-9+.-]+://.+", options.checkpoint):
-        parser.error(
-            f"--checkpoint {options.checkpoint!r} is no URL such as s3://bucket/run; a folder is "
-            "given by --dir"
-        )
+        words = "is no URL such as s3://bucket/run; a folder is given by --dir"
+        parser.error(f"--checkpoint {options.checkpoint!r} {words}")
     try:
         if options.dir is not None and any(options.dir.iterdir()):
             parser.error(f"--dir {options.dir} is not empty; give a new or empty folder")
@@ -216,20 +199,17 @@ def main() -> int:
     try:
         with store(options, folder) as checkpoint:
             lines = job(folder, checkpoint, options)
-    except (FailedError, OSError) as error:
-        print(f"\nFAIL: {error}\nleft for a look: {folder}", flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\nFAIL: interrupted\nleft for a look: {folder}", flush=True)
-        return 130
+    except (FailedError, OSError, KeyboardInterrupt) as error:
+        is_stopped = isinstance(error, KeyboardInterrupt)
+        print(f"\nFAIL: {'interrupted' if is_stopped else error}\nleft for a look: {folder}")
+        return 130 if is_stopped else 1
     print("\n" + "\n".join(lines))
     if options.keep:
         print(f"\nkept: {folder}")
-    elif options.dir is None:
-        shutil.rmtree(folder)
     else:
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(folder)
+        if options.dir is not None:
+            folder.mkdir()
     print(f"\nPASS in {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

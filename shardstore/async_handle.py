@@ -143,7 +143,7 @@ class Running(Protocol):
 
 
 class Exporting(Running, Protocol):
-    """A save of another format, of which this rank has copied its part."""
+    """A save of another format, after this rank has copied its part of the state."""
 
     def write(self) -> None:
         """Write this rank's part."""

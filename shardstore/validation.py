@@ -159,11 +159,11 @@ def compare_keys(
     requested: set[str],
     stored: set[str],
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
-    """Do what :func:`validate_integrity_and_strict_load` does about keys.
+    """Compare the keys of a state dict with those of the checkpoint, and handle differences.
 
     Args:
-        sharded_state_dict: see there.
-        strict: see there.
+        sharded_state_dict: the state dict of this rank.
+        strict: how to handle keys that do not match.
         requested: keys in the state dicts of all ranks, if the mode needs them.
         stored: keys in the checkpoint.
     """

@@ -1,1 +1,1 @@
-"""What tests and scripts share: S3 servers, a proxy with faults, strikes, memory. Not installed."""
+"""What tests and scripts share: S3 servers, a proxy with faults, memory, roads. Not installed."""

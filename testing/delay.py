@@ -1,27 +1,48 @@
 """A TCP forwarder in front of a server. Bytes of a client reach the server some milliseconds later.
 
-It takes less processor time than a proxy that parses HTTP, which limits the measurements of many
-small requests. It prints its address, and ends when its standard input is closed:
-
-    python testing/delay.py http://127.0.0.1:9000 --latency-ms 50
+It counts requests without parsing HTTP, so it takes less processor time than `testing.s3_proxy`,
+which would limit the measurements of many small requests.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
+import threading
 from urllib.parse import urlsplit
+
+
+class Forwarder:
+    """A forwarder on a free port of 127.0.0.1, in a thread of its own; a context manager.
+
+    Attributes:
+        url: what clients are given in place of the server's address.
+        requests: heads of HTTP requests that passed.
+    """
+
+    def __init__(self, upstream_url: str, latency_s: float) -> None:
+        where = urlsplit(upstream_url)
+        self.where, self.latency_s, self.requests = (where.hostname, where.port), latency_s, 0
+        self.loop = asyncio.new_event_loop()
+        serving = self.loop.create_server(lambda: _Client(self), "127.0.0.1", 0)
+        self._server = self.loop.run_until_complete(serving)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def __enter__(self) -> Forwarder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self._server.close()
 
 
 class _Server(asyncio.Protocol):
     """The connection to the server. Its bytes go to the client at once."""
 
     def __init__(self, client: asyncio.Transport) -> None:
-        self._client = client
-
-    def data_received(self, data: bytes) -> None:
-        self._client.write(data)
+        self.data_received, self._client = client.write, client  # type: ignore[method-assign]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._client.close()
@@ -30,22 +51,25 @@ class _Server(asyncio.Protocol):
 class _Client(asyncio.Protocol):
     """A client's connection. Its bytes go to the server after the latency."""
 
-    def __init__(self, host: str, port: int, latency_s: float) -> None:
-        self._where, self._latency_s = (host, port), latency_s
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
         self._early: list[bytes] = []
         self._server: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._connecting = self._loop.create_task(self._connect(transport))
+        self._connecting = self._forwarder.loop.create_task(self._connect(transport))
 
-    async def _connect(self, client: asyncio.Transport) -> None:
-        self._server, _ = await self._loop.create_connection(lambda: _Server(client), *self._where)
+    async def _connect(self, client: asyncio.BaseTransport) -> None:
+        assert isinstance(client, asyncio.Transport)
+        connecting = self._forwarder.loop.create_connection(
+            lambda: _Server(client), *self._forwarder.where
+        )
+        self._server, _ = await connecting
         self._server.writelines(self._early)
 
     def data_received(self, data: bytes) -> None:
-        self._loop.call_later(self._latency_s, self._send, data)
+        self._forwarder.requests += data.count(b" HTTP/1.1\r\n")
+        self._forwarder.loop.call_later(self._forwarder.latency_s, self._send, data)
 
     def _send(self, data: bytes) -> None:
         if self._server is None:
@@ -55,28 +79,4 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._server is not None:
-            self._loop.call_later(self._latency_s, self._server.close)
-
-
-async def _serve(host: str, port: int, latency_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: _Client(host, port, latency_s), "127.0.0.1", 0)
-    async with server:
-        print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-        await loop.run_in_executor(None, sys.stdin.read)
-
-
-def main() -> None:
-    """Forward until standard input is closed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("upstream_url")
-    parser.add_argument("--latency-ms", type=float, default=0.0)
-    arguments = parser.parse_args()
-    where = urlsplit(arguments.upstream_url)
-    assert where.hostname is not None
-    assert where.port is not None
-    asyncio.run(_serve(where.hostname, where.port, arguments.latency_ms / 1000))
-
-
-if __name__ == "__main__":
-    main()
+            self._forwarder.loop.call_later(self._forwarder.latency_s, self._server.close)

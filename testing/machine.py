@@ -5,11 +5,9 @@ cache, no space left behind, memory that the machine really has.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import platform
-import struct
-import sys
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,22 +22,18 @@ BLOCK_BYTES = 8 * 2**20
 DIRTY_BYTES = 16 * 2**30
 _LIMITS = Path("/proc/sys/vm")
 
-# Linux, include/uapi/linux/fs.h, and ext4's flag there.
-_GET_FLAGS, _SET_FLAGS = 0x80086601, 0x40086602
-_TOP_FOLDER = 0x00020000
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def describe(folder: Path) -> dict[str, str | float]:
     """Processor, memory, kernel, and the file system that holds `folder`."""
-    cpu = _field("/proc/cpuinfo", "model name") or platform.machine()
-    memory_kib = int((_field("/proc/meminfo", "MemTotal") or "0").split()[0])
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     kind, options = _file_system(folder)
     return {
-        "processor": cpu,
+        "processor": cpu[1] if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_kib / 2**20, 1),
+        "memory_gib": round(memory_bytes / 2**30, 1),
         "file_system": f"{kind} ({options})",
         "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
         "dirty_pages_without_a_sync": (
@@ -48,29 +42,13 @@ def describe(folder: Path) -> dict[str, str | float]:
     }
 
 
-def _field(file: str, name: str) -> str | None:
-    for line in Path(file).read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return None
-
-
-def _told(options: str) -> str:
-    """Mount options without those that name users."""
-    return ",".join(o for o in options.split(",") if not o.startswith(("resuid", "resgid")))
-
-
 def _file_system(folder: Path) -> tuple[str, str]:
-    """Type and mount options of the mount with the longest prefix of `folder`."""
-    target = folder.resolve()
-    best, found = -1, ("unknown", "")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, kind, options = line.split()[:4]
-        at = Path(point.replace("\\040", " "))
-        if target.is_relative_to(at) and len(at.parts) >= best:
-            best, found = len(at.parts), (kind, _told(options))
-    return found
+    """Type and mount options of the mount that holds a folder, without those that name users."""
+    mounts = [line.split()[1:4] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [m for m in mounts if folder.resolve().is_relative_to(m[0].replace("\\040", " "))]
+    _, kind, options = max(above, key=lambda mount: len(mount[0]))
+    told = [o for o in options.split(",") if not o.startswith(("resuid", "resgid"))]
+    return kind, ",".join(told)
 
 
 def sync_file_system(path: Path) -> None:
@@ -170,7 +148,6 @@ class Disk:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        _spread_folders(root)
 
     def new(self, name: str) -> Path:
         """A path where nothing is yet."""
@@ -201,18 +178,3 @@ class Disk:
         for path in list(self._root.iterdir()):
             if path.name != ATTIC:
                 self.done(path)
-
-
-def _spread_folders(root: Path) -> None:
-    """Have the folders made in `root` lie apart on an ext4 (chattr(1), attribute T), each where
-    nobody has deleted files lately; elsewhere nothing happens."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        flags = bytearray(struct.calcsize("l"))
-        fcntl.ioctl(handle, _GET_FLAGS, flags)
-        value = int.from_bytes(flags, sys.byteorder) | _TOP_FOLDER
-        fcntl.ioctl(handle, _SET_FLAGS, value.to_bytes(len(flags), sys.byteorder))
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

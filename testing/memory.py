@@ -10,36 +10,26 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 INTERVAL_S = 0.001
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Memory of a process at one moment, in bytes."""
-
-    rss_bytes: int
-    anonymous_bytes: int
-    peak_rss_bytes: int
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Anonymous memory of a process now."""
+    return _fields(f"/proc/{pid}/status", "RssAnon")[0] * 1024
 
 
-def resident(pid: int | str = "self") -> Resident:
-    """Resident memory of a process now."""
-    found = _fields(Path(f"/proc/{pid}/status"), ("VmRSS", "RssAnon", "VmHWM"))
-    return Resident(*(kib * 1024 for kib in found))
-
-
-def reset_peak() -> Resident:
-    """Let the kernel's peak of this process start from here; returns the memory now."""
+def reset_peak() -> int:
+    """Let the kernel's peak of this process start from here; returns the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
-    return resident()
+    return _fields("/proc/self/status", "VmRSS")[0] * 1024
 
 
 def peak_rss_bytes() -> int:
     """The kernel's peak of all resident memory of this process since `reset_peak`."""
-    return resident().peak_rss_bytes
+    return _fields("/proc/self/status", "VmHWM")[0] * 1024
 
 
 class Sampler:
@@ -49,7 +39,7 @@ class Sampler:
         self._pids = list(pids)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._before = [resident(pid).anonymous_bytes for pid in pids]
+        self._before = [anonymous_bytes(pid) for pid in pids]
         self._peaks = list(self._before)
 
     @property
@@ -68,11 +58,8 @@ class Sampler:
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
             for i, pid in enumerate(self._pids):
-                try:
-                    now = resident(pid).anonymous_bytes
-                except (OSError, KeyError):
-                    continue
-                self._peaks[i] = max(self._peaks[i], now)
+                with suppress(OSError, KeyError):
+                    self._peaks[i] = max(self._peaks[i], anonymous_bytes(pid))
 
 
 class BytesRead:
@@ -95,9 +82,9 @@ class BytesRead:
             from shardstore.storage.runtime.counters import counters
 
             ours = counters["bytes_read"]
-        return _fields(Path("/proc/self/io"), ("rchar",))[0], ours
+        return _fields("/proc/self/io", "rchar")[0], ours
 
 
-def _fields(file: Path, names: Sequence[str]) -> list[int]:
-    found = dict(line.split(":", 1) for line in file.read_text().splitlines())
+def _fields(file: str, *names: str) -> list[int]:
+    found = dict(line.split(":", 1) for line in Path(file).read_text().splitlines())
     return [int(found[name].split()[0]) for name in names]

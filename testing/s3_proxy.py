@@ -1,31 +1,21 @@
 """An HTTP proxy in front of an S3 server that misbehaves as told, and counts what passes.
 
-Answers for: faults by method, path and count (``Rule``), latency, a bandwidth limit, counters.
-Knows HTTP/1.1 and nothing of S3 beyond one error document. Every header passes unchanged, ``Host``
+It has faults by method, path and count (``Rule``), latency, a bandwidth limit, and a log. It knows
+HTTP/1.1 and nothing of S3 beyond one error document. Every header passes unchanged, ``Host``
 included, because SigV4 signs it; so clients must address buckets in the path.
-
-As a program it runs for a benchmark: it prints its address, answers ``GET /-/counters`` and
-``GET /-/reset``, and ends when its standard input is closed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
-import os
 import re
-import signal
 import socket
 import struct
-import sys
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import Enum
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -88,40 +78,19 @@ class Rule:
 
     def takes(self, head: Head) -> bool:
         """Whether this rule hits this request; counts it."""
-        if self.methods and head.method not in self.methods:
-            return False
-        if not re.search(self.path, head.path):
-            return False
-        if not re.search(self.client, " ".join(head.fields("user-agent"))):
-            return False
-        if self.conditional and not (head.fields("if-none-match") or head.fields("if-match")):
-            return False
-        if self.copies and not head.fields("x-amz-copy-source"):
-            return False
-        if self.skip:
+        matches = (
+            (not self.methods or head.method in self.methods)
+            and re.search(self.path, head.path)
+            and re.search(self.client, " ".join(head.fields("user-agent")))
+            and (not self.conditional or head.fields("if-none-match") or head.fields("if-match"))
+            and (not self.copies or head.fields("x-amz-copy-source"))
+        )
+        if matches and self.skip:
             self.skip -= 1
             return False
-        if self.count is not None and self.hits >= self.count:
-            return False
-        self.hits += 1
-        return True
-
-
-@dataclass(kw_only=True)
-class Kills(Rule):
-    """Kills a process at a request, which never reaches the server.
-
-    Attributes:
-        pid: whom.
-    """
-
-    pid: int = 0
-
-    def takes(self, head: Head) -> bool:
-        if not super().takes(head):
-            return False
-        os.kill(self.pid, signal.SIGKILL)
-        return True
+        is_taken = bool(matches) and (self.count is None or self.hits < self.count)
+        self.hits += is_taken
+        return is_taken
 
 
 @dataclass
@@ -134,8 +103,6 @@ class Passed:
     status: int | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
-    signed_content: str = ""
-    """What the signature covers of the content: its SHA-256, or the words that it does not."""
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     """Of the request, by names in lower case."""
 
@@ -207,12 +174,7 @@ class FaultProxy:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -221,10 +183,13 @@ class FaultProxy:
         self._at_once = 0
         self._free_at_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        serving = asyncio.start_server(
+            self._accept, "127.0.0.1", self._port, limit=4 * PIECE_BYTES, backlog=512
+        )
+        self._server = self._loop.run_until_complete(serving)
+        self._port = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        ready.wait()
 
     def stop(self) -> None:
         """Cut every connection and refuse new ones; ``start`` listens on the same port again."""
@@ -279,28 +244,12 @@ class FaultProxy:
             if entry.method.startswith(method) and re.search(path, entry.path)
         ]
 
-    def counters(self) -> dict[str, Any]:
-        """Requests by method, bytes of the bodies both ways, the most requests at one time."""
-        log = list(self.log)
-        return {
-            "requests": dict(Counter(entry.method for entry in log)),
-            "sent_bytes": sum(entry.sent_bytes for entry in log),
-            "received_bytes": sum(entry.received_bytes for entry in log),
-            "most_at_once": self.most_at_once,
-        }
-
     _port = 0
 
-    def _run(self, ready: threading.Event) -> None:
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        serving = asyncio.start_server(
-            self._accept, "127.0.0.1", self._port, limit=4 * PIECE_BYTES, backlog=512
-        )
-        server = self._loop.run_until_complete(serving)
-        self._port = server.sockets[0].getsockname()[1]
-        ready.set()
         self._loop.run_forever()
-        server.close()
+        self._server.close()
         for task in list(self._tasks):
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
@@ -321,10 +270,6 @@ class FaultProxy:
         finally:
             connection.close()
             self._tasks.discard(task)
-
-    def _began(self) -> None:
-        self._at_once += 1
-        self.most_at_once = max(self.most_at_once, self._at_once)
 
     async def _pace(self, size: int) -> None:
         """Wait until ``size`` bytes more are within the limit that all connections share."""
@@ -353,14 +298,11 @@ class _Connection:
     async def serve(self) -> None:
         while (head := await _read_head(self.reader)) is not None:
             head = _of_a_forward_proxy(head)
-            if head.path.startswith("/-/"):
-                await self._control(head)
-                continue
             passed = Passed(head.method, head.path)
-            passed.signed_content = "".join(head.fields("x-amz-content-sha256"))
             passed.headers = {name.lower(): value for name, value in head.headers}
             self.proxy.log.append(passed)
-            self.proxy._began()
+            self.proxy._at_once += 1
+            self.proxy.most_at_once = max(self.proxy.most_at_once, self.proxy._at_once)
             try:
                 await self._pass_on(head, passed)
             finally:
@@ -410,15 +352,17 @@ class _Connection:
                 await server.drain()
                 break
             passed.sent_bytes += len(piece)
-            await self.proxy._pace(len(piece))
-            server.write(piece if size is not None else b"%x\r\n%b\r\n" % (len(piece), piece))
-            await server.drain()
+            await self._write(server, piece, size)
         if fault is Fault.RESET_IN_REQUEST:
             _reset(server)
             raise Cut
-        if size is None:
-            server.write(b"0\r\n\r\n")
-        await server.drain()
+        await self._write(server, b"", size)
+
+    async def _write(self, writer: asyncio.StreamWriter, piece: bytes, size: int | None) -> None:
+        """Send a piece of a body, as an HTTP chunk where its size is not known; empty: its end."""
+        await self.proxy._pace(len(piece))
+        writer.write(piece if size is not None else b"%x\r\n%b\r\n" % (len(piece), piece))
+        await writer.drain()
 
     async def _answer(self, head: Head, fault: Fault | None, passed: Passed) -> None:
         assert self.server is not None
@@ -442,12 +386,8 @@ class _Connection:
         self.writer.write(answer.encode())
         async for piece in _body(reader, size):
             passed.received_bytes += len(piece)
-            await self.proxy._pace(len(piece))
-            self.writer.write(piece if size is not None else b"%x\r\n%b\r\n" % (len(piece), piece))
-            await self.writer.drain()
-        if size is None:
-            self.writer.write(b"0\r\n\r\n")
-        await self.writer.drain()
+            await self._write(self.writer, piece, size)
+        await self._write(self.writer, b"", size)
         if fault is Fault.RESET_AFTER_ANSWER:
             await asyncio.sleep(0.05)  # as in _spoiled
             raise Cut
@@ -490,16 +430,8 @@ class _Connection:
             "<RequestId>1</RequestId></Error>"
         ).encode()
         passed.status = int(status.split()[0])
-        await self._reply(status, "application/xml", b"" if head.method == "HEAD" else body)
-
-    async def _control(self, head: Head) -> None:
-        if head.path == "/-/reset":
-            self.proxy.log.clear()
-            self.proxy.most_at_once = 0
-        await self._reply("200 OK", "application/json", json.dumps(self.proxy.counters()).encode())
-
-    async def _reply(self, status: str, kind: str, body: bytes) -> None:
-        headers = [("Content-Type", kind), ("Content-Length", str(len(body)))]
+        body = b"" if head.method == "HEAD" else body
+        headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
         self.writer.write(Head(f"HTTP/1.1 {status}", headers).encode() + body)
         await self.writer.drain()
 
@@ -577,17 +509,3 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("upstream_url")
-    parser.add_argument("--latency-ms", type=float, default=0.0)
-    arguments = parser.parse_args()
-    with FaultProxy(arguments.upstream_url, latency_s=arguments.latency_ms / 1000) as proxy:
-        print(proxy.endpoint_url, flush=True)
-        sys.stdin.buffer.read()
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,7 @@ class S3Server:
 
     def at(self, endpoint_url: str) -> S3Server:
         """The same server by another way, a proxy in front of it for one."""
-        return S3Server(
-            name=self.name,
-            endpoint_url=endpoint_url,
-            key=self.key,
-            secret=self.secret,
-            region=self.region,
-        )
+        return replace(self, endpoint_url=endpoint_url)
 
     @cache  # noqa: B019 (a server's client is for the whole process)
     def client(self) -> Any:
@@ -212,13 +206,7 @@ def radosgw(
         described = json.loads((folder / f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
-    server = S3Server(
-        name="radosgw",
-        endpoint_url=described["endpoint_url"],
-        key=described["key"],
-        secret=described["secret"],
-        region=described["region"],
-    )
+    server = S3Server(name="radosgw", **described)
     return server if answers(server.endpoint_url) else None
 
 

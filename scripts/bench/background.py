@@ -1,6 +1,4 @@
-"""The cases of `benchmark async` and `benchmark gpu`: saves in the background, saves upon a base,
-and shared loads; and the same saves, and loads, on a CUDA device.
-"""
+"""The cases of `benchmark async`: saves in the background, saves upon a base, and shared loads."""
 
 from __future__ import annotations
 
@@ -18,20 +16,9 @@ import torch.distributed as dist
 from fsspec import register_implementation  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from bench.clients import (
-    BUDGET,
-    COPY,
-    DCP,
-    DCP_PINNED,
-    DCP_REUSED,
-    OURS,
-    OVERLAP,
-    PLAIN,
-    SAFETENSORS,
-)
-from bench.results import Target
+from bench.clients import BUDGET, COPY, DCP, DCP_REUSED, OURS, OVERLAP, PLAIN
 from bench.runs import Case, Figures, Run, Turn
-from bench.worker import DeviceMemory, Rank
+from bench.worker import Rank
 from testing.machine import claim_memory
 from testing.memory import Sampler
 
@@ -39,7 +26,6 @@ MIB = 2**20
 STALL, FIRST, STAGED, DURABLE = "stall", "stall, first call", "until staged", "until durable"
 LOST, RATE = "training lost", "rate of training during the save"
 PEAK, DEVICE_PEAK = "memory above the state", "device memory above the state"
-LOAD = "load to the device"
 SAVES_A_PROCESS = 3
 RATE_S = 3.0
 WHOLE, UPON = "whole save", "save upon a base"
@@ -69,7 +55,7 @@ def saves(mode: str, run: Run, turn: Turn) -> Figures:
     if mode == "train":
         found[LOST] = [row[LOST] for row in rows[1:]]
         found[RATE] = [(row[RATE], "ratio") for row in rows[1:]]
-    if run.device == "cuda":
+    if run.options.device == "cuda":
         found[DEVICE_PEAK] = (max(row[DEVICE_PEAK] for row in rows), "bytes")
     return found
 
@@ -92,7 +78,9 @@ def save_often(rank: Rank, client: str, path: str, mode: str) -> list[dict[str, 
         before = training.rate() if mode == "train" else 0.0
         if mode == "train" or number == 0:
             claim_memory(Path(path), 2 * size, rest=True)
-        device, row = DeviceMemory(), {}
+        row, held = dict[str, float](), torch.cuda.memory_allocated() if on_device else 0
+        if on_device:
+            torch.cuda.reset_peak_memory_stats()
         with Sampler() if mode == "memory" else nullcontext() as sampler:
             begin, steps = time.perf_counter(), 0
             saving = saver.start(prepared, place)
@@ -104,7 +92,8 @@ def save_often(rank: Rank, client: str, path: str, mode: str) -> list[dict[str, 
             row[STAGED] = time.perf_counter() - begin
             saving.result()
             row[DURABLE] = took = time.perf_counter() - begin
-        row[DEVICE_PEAK] = device.grown_bytes()
+        if on_device:
+            row[DEVICE_PEAK] = torch.cuda.max_memory_allocated() - held
         if sampler is not None:
             row[PEAK] = sampler.grown_bytes[0]
         if mode == "train":
@@ -224,91 +213,12 @@ def load_shared(rank: Rank, path: str) -> dict[str, Any]:
     return found | {"stored": sum(file.stat().st_size for file in files)}
 
 
-def load_to_device(run: Run, turn: Turn) -> Figures:
-    """Warm load into the tensors of a device, and what it takes of the device's memory."""
-    target = run.store.new(turn.client)
-    saved = turn.crew.save(turn.client, target)
-    loaded = turn.crew.load(turn.client, target)
-    turn.crew.check()
-    run.store.done(target)
-    grown = max(reply["device_bytes"] for timing in (saved, loaded) for reply in timing.ranks)
-    return {LOAD: loaded.seconds, DEVICE_PEAK: (grown, "bytes")}
-
-
 _alone = partial(Case, warmups=0, fresh=True)
+_ALL = (PLAIN, OURS, OVERLAP, DCP, DCP_REUSED)
 ASYNC = (
-    _alone(
-        name="stall",
-        action=partial(saves, "stall"),
-        clients=(COPY, PLAIN, OURS, OVERLAP, DCP, DCP_REUSED),
-        targets=[
-            Target(STALL, OURS, (COPY,), most=1.3),
-            Target(STALL, OURS, (DCP,), least=3.0),
-            Target(STALL, OURS, (DCP_REUSED,), least=1.0),
-            Target(FIRST, OURS, (DCP,), least=1.0),
-            Target(STALL, OVERLAP, most=0.03),
-        ],
-    ),
-    _alone(
-        name="train",
-        action=partial(saves, "train"),
-        clients=(PLAIN, OURS, OVERLAP, DCP, DCP_REUSED),
-        targets=[Target(LOST, OURS, (PLAIN, DCP, DCP_REUSED), most=1.0)],
-    ),
-    _alone(
-        name="memory",
-        action=partial(saves, "memory"),
-        clients=(OURS, BUDGET),
-        targets=[
-            Target(PEAK, BUDGET, most=300 * MIB),
-            Target(DURABLE, BUDGET, (OURS,), most=1.25),
-        ],
-    ),
-    _alone(
-        name="base",
-        action=base,
-        clients=(OURS,),
-        workload="chunks",
-        targets=[Target(SENT, OURS, most=0.06), Target(TIME, OURS, most=0.25)],
-    ),
-    _alone(
-        name="replicas",
-        action=replicas,
-        clients=(OURS,),
-        workload="replicas",
-        worlds=(4,),
-        targets=[Target(READ, OURS, most=1.01), Target(FASTER, OURS, least=1.5)],
-    ),
-)
-GPU = (
-    _alone(
-        name="gpu-stall",
-        action=partial(saves, "stall"),
-        clients=(COPY, OURS, OVERLAP, DCP, DCP_PINNED),
-        targets=[
-            Target(STAGED, OURS, (COPY,), most=1 / 0.9),
-            Target(STALL, OVERLAP, most=0.03),
-            Target(DEVICE_PEAK, OURS, most=64 * MIB),
-        ],
-    ),
-    _alone(
-        name="gpu-train",
-        action=partial(saves, "train"),
-        clients=(PLAIN, OURS, OVERLAP, DCP, DCP_PINNED),
-        targets=[
-            Target(RATE, OURS, least=0.97),
-            Target(RATE, OVERLAP, least=0.97),
-            Target(LOST, OURS, (DCP, DCP_PINNED), most=1.0),
-        ],
-    ),
-    Case(
-        name="gpu-load",
-        action=load_to_device,
-        clients=(COPY, OURS, "dcp-default", SAFETENSORS),
-        targets=[
-            Target(LOAD, OURS, ("dcp-default", SAFETENSORS), most=1.0),
-            Target(LOAD, OURS, (COPY,), most=1.4),
-            Target(DEVICE_PEAK, OURS, most=64 * MIB),
-        ],
-    ),
+    _alone("stall", partial(saves, "stall"), (COPY, *_ALL)),
+    _alone("train", partial(saves, "train"), _ALL),
+    _alone("budget", partial(saves, "memory"), (OURS, BUDGET)),
+    _alone("base", base, (OURS,), "chunks"),
+    _alone("replicas", replicas, (OURS,), "replicas", worlds=(4,)),
 )

@@ -1,22 +1,14 @@
-"""The object store that `benchmark s3` works in; a proxy that counts requests or delays them."""
+"""The object store that `benchmark s3` works in, whose requests may be late."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from testing.delay import Forwarder
 from testing.s3_servers import S3Server, radosgw
-
-ROOT = Path(__file__).resolve().parents[2]
-DELAY = ROOT / "testing" / "delay.py"
-PROXY = ROOT / "testing" / "s3_proxy.py"
 
 
 class Bucket:
@@ -25,6 +17,8 @@ class Bucket:
     What was saved is deleted when a case ends: a store that takes deleted objects apart in the
     background would do so during the samples of the next client.
     """
+
+    forwarder: Forwarder
 
     def __init__(self) -> None:
         """Make a bucket.
@@ -66,37 +60,12 @@ class Bucket:
         self.clear()
         self.server.client().delete_bucket(Bucket=self._name)
 
-
-@contextmanager
-def proxy(latency_ms: int, program: Path = PROXY) -> Iterator[None]:
-    """Put a program between the server and every process that starts inside: PROXY, which counts
-    requests, or DELAY, which takes less processor time."""
-    upstream = os.environ["AWS_ENDPOINT_URL"]
-    process = subprocess.Popen(
-        [sys.executable, str(program), upstream, "--latency-ms", str(latency_ms)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    os.environ["AWS_ENDPOINT_URL"] = process.stdout.readline().strip()
-    try:
-        yield
-    finally:
-        os.environ["AWS_ENDPOINT_URL"] = upstream
-        process.stdin.close()
-        process.wait(timeout=30)
-
-
-def requests(work: Callable[[], None]) -> int:
-    """The number of requests that pass the proxy during `work`."""
-    _ask("reset")
-    work()
-    return sum(_ask("counters")["requests"].values())
-
-
-def _ask(what: str) -> Any:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"{os.environ['AWS_ENDPOINT_URL']}/-/{what}", timeout=30) as answer:
-        return json.load(answer)
+    @contextmanager
+    def late(self, latency_ms: int) -> Iterator[None]:
+        """Let the requests of every process that starts inside be late, and be counted."""
+        with Forwarder(self.server.endpoint_url, latency_ms / 1000) as self.forwarder:
+            os.environ["AWS_ENDPOINT_URL"] = self.forwarder.url
+            try:
+                yield
+            finally:
+                os.environ["AWS_ENDPOINT_URL"] = self.server.endpoint_url

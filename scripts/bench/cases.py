@@ -6,21 +6,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.bucket import proxy, requests
+from bench.bucket import Bucket
 from bench.clients import (
     DCP_OURS,
     DCP_ROOT_ONLY,
     DIRECT,
+    HF,
+    HF_DCP,
     MEGATRON,
     OURS,
-    RAW,
     RAW_DOCUMENTS,
-    RAW_S3,
     ROOT_ONLY,
     S3_DIRECT,
 )
 from bench.clients.raw_s3 import SMALL_CONCURRENCY
-from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
 from bench.worker import Rank
 from bench.workload import Entry, build, gpt
@@ -123,11 +122,8 @@ def read_resharded(
         return [part.contiguous() for part in cuts]
 
     # Embedding and first layer with both moments: every size of tensor that the GPT has.
-    entries = [
-        Entry(key=e.key, dtype=e.dtype, global_shape=e.global_shape)
-        for e in gpt(scale)
-        if "layers." not in e.key or "layers.0." in e.key
-    ]
+    first = [e for e in gpt(scale) if "layers." not in e.key or "layers.0." in e.key]
+    entries = [Entry(e.key, e.dtype, e.global_shape) for e in first]
     tensors = build(entries, 0, 1)
     state = {
         f"{key}/{i}": shard(key, part, i, before)
@@ -155,165 +151,39 @@ def slow_requests(run: Run, turn: Turn) -> Figures:
     The ideal save waits for the objects that a checkpoint has to have, a chunk and a document an
     array, as many at a time as shardstore sends small objects, and for nothing else.
     """
-    crew, client = turn.crew, turn.client
-    target, found = run.store.new(client), Figures()
-
-    def save() -> None:
-        found[S3_SAVE] = crew.save(client, target).seconds
-
-    found[REQUESTS] = (requests(save), "count")
-    found[S3_LOAD] = crew.load(client, target).seconds
+    assert isinstance(run.store, Bucket)
+    crew, client, forwarder = turn.crew, turn.client, run.store.forwarder
+    target, before = run.store.new(client), forwarder.requests
+    saved = crew.save(client, target).seconds
+    requests = forwarder.requests - before
+    loaded = crew.load(client, target).seconds
     crew.check()
-    objects = 2 * crew.setup[0]["tensors"]
-    ideal = objects / SMALL_CONCURRENCY * LATENCY_MS / 1000
-    return found | {OVER_IDEAL: (found[S3_SAVE] / ideal, "ratio")}
+    ideal = 2 * crew.setup[0]["tensors"] / SMALL_CONCURRENCY * LATENCY_MS / 1000
+    return {
+        REQUESTS: (requests, "count"),
+        S3_SAVE: saved,
+        S3_LOAD: loaded,
+        OVER_IDEAL: (saved / ideal, "ratio"),
+    }
 
 
-def _below_raw(sync: float, unsynced: float, warm: float, cold: float) -> list[Target]:
-    bounds = {SAVE_SYNC: sync, SAVE: unsynced, WARM: warm, COLD: cold}
-    return [Target(measure, OURS, RAW, most=bound) for measure, bound in bounds.items()]
-
-
+_once = partial(Case, worlds=(1,), warmups=0, rounds=1)
 _DCP = ("dcp-best", "dcp-default")
 DISK = (
-    Case(
-        name="save-load",
-        action=save_and_load,
-        clients=DIRECT,
-        targets=[
-            *_below_raw(1.25, 2.0, 1.4, 1.15),
-            Target(SAVE_SYNC, OURS, _DCP, least=1.0),
-            Target(SAVE_SYNC, OURS, (MEGATRON,), least=1.3),
-            Target(WARM, OURS, _DCP, least=3.0),
-            Target(WARM, OURS, (MEGATRON,), least=5.0),
-        ],
-    ),
-    Case(
-        name="flattened",
-        action=save_and_load,
-        clients=("raw-1", OURS, MEGATRON),
-        workload="flattened",
-        worlds=(8,),
-        targets=[
-            Target(SAVE_SYNC, OURS, (MEGATRON,), least=20.0),
-            Target(SAVE, OURS, (MEGATRON,), least=20.0),
-            Target(WARM, OURS, (MEGATRON,), least=5.0),
-            Target(READ, OURS, most=1.1),
-        ],
-    ),
-    Case(
-        name="memory",
-        action=partial(memory, "gpt"),
-        clients=DIRECT,
-        workload="tiny",
-        warmups=0,
-        rounds=1,
-        fresh=True,
-        targets=[
-            Target(SAVE_MEMORY, OURS, most=32 * MIB),
-            Target(LOAD_MEMORY, OURS, most=128 * MIB),
-        ],
-    ),
-    Case(
-        name="small",
-        action=save_and_load,
-        clients=("raw-1", OURS, *_DCP),
-        workload="small",
-        worlds=(1,),
-        targets=[
-            Target(SAVE_SYNC, OURS, _DCP, least=1.0),
-            Target(SAVE, OURS, _DCP, least=1.0),
-            Target(WARM, OURS, _DCP, least=5.0),
-        ],
-    ),
-    Case(
-        name="reshard",
-        action=reshard,
-        clients=(OURS,),
-        workload="tiny",
-        worlds=(1,),
-        warmups=0,
-        rounds=1,
-        targets=[
-            Target(f"bytes read / wanted, {a} -> {b} along axis {axis}", OURS, most=1.25)
-            for a, b, axis in CHANGES
-        ],
-    ),
-    Case(
-        name="dcp",
-        action=save_and_load,
-        clients=(DCP_OURS, *_DCP),
-        targets=[
-            Target(SAVE_SYNC, DCP_OURS, _DCP, least=1.0),
-            Target(SAVE, DCP_OURS, _DCP, least=1.0),
-            Target(WARM, DCP_OURS, _DCP, least=2.0),
-        ],
-    ),
+    Case("save-load", save_and_load, DIRECT),
+    Case("flattened", save_and_load, ("raw-1", OURS, MEGATRON), "flattened", worlds=(8,)),
+    Case("memory", partial(memory, "gpt"), DIRECT, "tiny", warmups=0, rounds=1, fresh=True),
+    Case("small", save_and_load, ("raw-1", OURS, *_DCP), "small", worlds=(1,)),
+    _once("reshard", reshard, (OURS,), "tiny"),
+    Case("dcp", save_and_load, (DCP_OURS, *_DCP)),
+    Case("hf", save_and_load, ("raw-1", HF, HF_DCP)),
 )
-
-_DCP_S3 = ("dcp-s3", "dcp-s3-default")
+_LATE = (*S3_DIRECT, ROOT_ONLY)
 S3 = (
-    Case(
-        name="s3-chunks",
-        action=save_and_load,
-        clients=S3_DIRECT,
-        workload="chunks",
-        targets=[
-            Target(S3_SAVE, OURS, RAW_S3, most=1.11),
-            Target(S3_LOAD, OURS, RAW_S3, most=1.11),
-            Target(S3_SAVE, OURS, ("dcp-s3",), least=2.0),
-            Target(S3_LOAD, OURS, ("dcp-s3",), least=2.0),
-        ],
-    ),
-    Case(
-        name="s3-arrays",
-        action=save_and_load,
-        clients=(*S3_DIRECT, ROOT_ONLY, *RAW_DOCUMENTS),
-        workload="arrays",
-        targets=[
-            Target(S3_SAVE, OURS, RAW_DOCUMENTS, most=1.25),
-            Target(S3_SAVE, OURS, RAW_S3, most=1.25),
-            Target(S3_SAVE, ROOT_ONLY, RAW_S3, most=1.25),
-            Target(S3_LOAD, OURS, RAW_S3, most=1.25),
-        ],
-    ),
-    Case(
-        name="s3-latency",
-        action=slow_requests,
-        clients=(*S3_DIRECT, ROOT_ONLY),
-        workload="arrays",
-        warmups=0,
-        targets=[Target(OVER_IDEAL, OURS, most=3.0)],
-        around=lambda run: proxy(LATENCY_MS),
-    ),
-    Case(
-        name="s3-memory",
-        action=partial(memory, "chunks"),
-        clients=S3_DIRECT,
-        workload="tiny",
-        warmups=0,
-        rounds=1,
-        fresh=True,
-        targets=[
-            Target(measure, OURS, most=1.1 * 256 * MIB) for measure in (SAVE_MEMORY, LOAD_MEMORY)
-        ],
-    ),
-    Case(
-        name="s3-reshard",
-        action=reshard,
-        clients=(OURS,),
-        workload="tiny",
-        warmups=0,
-        rounds=1,
-    ),
-    Case(
-        name="s3-dcp",
-        action=save_and_load,
-        clients=(DCP_OURS, DCP_ROOT_ONLY, *_DCP_S3),
-        targets=[
-            Target(measure, DCP_OURS, (peer,), least=2.0)
-            for measure in (S3_SAVE, S3_LOAD)
-            for peer in _DCP_S3
-        ],
-    ),
+    Case("s3-chunks", save_and_load, S3_DIRECT, "chunks"),
+    Case("s3-arrays", save_and_load, (*S3_DIRECT, ROOT_ONLY, *RAW_DOCUMENTS), "arrays"),
+    Case("s3-latency", slow_requests, _LATE, "arrays", warmups=0, latency_ms=LATENCY_MS),
+    _once("s3-memory", partial(memory, "chunks"), S3_DIRECT, "tiny", worlds=None, fresh=True),
+    _once("s3-reshard", reshard, (OURS,), "tiny", worlds=None),
+    Case("s3-dcp", save_and_load, (DCP_OURS, DCP_ROOT_ONLY, "dcp-s3", "dcp-s3-default")),
 )

@@ -19,9 +19,8 @@ from pathlib import Path
 import torch
 
 import shardstore
-from bench.results import Target
 from bench.runs import Case, Figures, Run, Turn
-from testing.machine import drop_from_cache
+from testing.machine import drop_from_cache, files_under
 
 BARE, IMPORT, LS = "python alone", "import shardstore", "shardstore ls"
 PLAIN = ("list and read, 1 thread", "list and read, 2 threads")
@@ -90,9 +89,9 @@ def _verify(place: Path) -> None:
 
 
 def _read_all(place: Path, threads: int) -> None:
-    files = [os.path.join(top, name) for top, _, names in os.walk(place) for name in names]
+    files = list(files_under(place))
 
-    def read(part: list[str]) -> None:
+    def read(part: list[Path]) -> None:
         buffer = memoryview(bytearray(READ_BYTES))
         for path in part:
             handle = os.open(path, os.O_RDONLY)
@@ -105,25 +104,6 @@ def _read_all(place: Path, threads: int) -> None:
 
 
 CLI = (
-    Case(
-        name="start",
-        action=start,
-        clients=(BARE, IMPORT, LS),
-        workload=None,
-        worlds=(1,),
-        targets=[Target(START, IMPORT, most=0.15), Target(START, LS, most=1.0)],
-    ),
-    *(
-        Case(
-            name="verify",
-            action=partial(read, state),
-            clients=(*PLAIN, VERIFY),
-            workload=None,
-            worlds=(1,),
-            targets=[
-                Target(f"{state}, {cache}", VERIFY, PLAIN, most=1.25) for cache in (WARM, COLD)
-            ],
-        )
-        for state in STATES
-    ),
+    Case("start", start, (BARE, IMPORT, LS), None, worlds=(1,)),
+    *(Case("verify", partial(read, s), (*PLAIN, VERIFY), None, worlds=(1,)) for s in STATES),
 )

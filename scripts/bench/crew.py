@@ -67,14 +67,10 @@ class Crew:
                 ours, theirs = Pipe()
                 self._pipes.append(ours)
                 arguments = (rank, world, rendezvous, theirs.fileno())
-                process = subprocess.Popen(
-                    [python, "-m", "bench.worker", *map(str, arguments)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                )
+                command = [python, "-m", "bench.worker", *map(str, arguments)]
+                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                shared = [theirs.fileno()]
+                process = subprocess.Popen(command, env=environment, pass_fds=shared, **streams)
                 self._processes.append(process)
                 theirs.close()
 
@@ -156,12 +152,8 @@ class Crew:
         return values
 
     def _time(self, sample: bool, name: str, **arguments: Any) -> Timing:
-        grown = 0
-        if sample:
-            with Sampler([process.pid for process in self._processes]) as sampler:
-                ranks = self.call(name, **arguments)
-            grown = max(sampler.grown_bytes)
-        else:
+        sampler = Sampler([process.pid for process in self._processes])
+        with sampler if sample else contextlib.nullcontext():
             ranks = self.call(name, **arguments)
         seconds = max(r["end"] for r in ranks) - min(r["start"] for r in ranks)
-        return Timing(seconds=seconds, ranks=ranks, grown_bytes=grown)
+        return Timing(seconds=seconds, ranks=ranks, grown_bytes=max(sampler.grown_bytes))

@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -76,7 +76,6 @@ CASES = {
     "dcp": "GPT of 2 GiB through DCP",
     "flattened": "2.4 GiB of flattened optimizer ranges",
     "small": "20,000 small arrays",
-    "memory": "",
     "s3-chunks": "64 tensors of 32 MiB",
     "s3-arrays": "2,000 arrays of 16 KiB",
     "s3-latency": "2,000 arrays of 16 KiB, 50 ms a request",
@@ -88,8 +87,6 @@ CASES = {
     "replicas": "Load of replicas that share 250 MB/s",
     "loads": "Load",
     "start": "Command line",
-    "verify": "",
-    "cli": "",
 }
 """What the title of a group says of its case; nothing where the measure says it all."""
 MINE, PEER, LIMIT, INK, FAINT = "#0f766e", "#94a3b8", "#dbe2ea", "#1f2937", "#64748b"
@@ -100,14 +97,12 @@ _SIZE = re.compile(r"(.+), ([\d,]+) (tensors|chunks)")
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to the command line."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "page", help="the page of figures from the JSON of several runs", description=__doc__
-    )
+    help = "the page of figures from the JSON of several runs"
+    parser: argparse.ArgumentParser = commands.add_parser("page", help=help, description=__doc__)
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "json", type=run_of_benchmark, nargs="*", metavar="FILE", help="what --json wrote"
-    )
-    parser.add_argument("--markdown", type=new_file, required=True, metavar="FILE", help="the page")
+    add, help = parser.add_argument, "what --json wrote"
+    add("json", type=run_of_benchmark, nargs="*", metavar="FILE", help=help)
+    add("--markdown", type=new_file, required=True, metavar="FILE", help="the page")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -118,10 +113,8 @@ def run(options: argparse.Namespace) -> int:
     for file in options.json:
         if file.parent.resolve() != folder.resolve():
             shutil.copy(file, folder)
-    runs = {
-        file.stem: Results.from_dict(json.loads(file.read_text()))
-        for file in sorted(folder.glob("*.json"))
-    }
+    files = sorted(folder.glob("*.json"))
+    runs = {file.stem: Results.from_dict(json.loads(file.read_text())) for file in files}
     before = page.read_text("utf-8") if page.exists() else ""
     notes, end, _ = before.partition(NOTES[0])[2].partition(NOTES[1])
     drawn = draw_all(runs, folder)
@@ -269,9 +262,7 @@ def draw_all(runs: Runs, folder: Path) -> list[str]:
     sources, drawn = dict[Group, str](), []
     for name, results in runs.items():
         medians, source = medians_of(results), source_of(results.notes)
-        several = {
-            g: found for g, found in medians.items() if len(found) > 1 and any(found.values())
-        }
+        several = {g: one for g, one in medians.items() if len(one) > 1 and any(one.values())}
         everything |= several
         sources |= dict.fromkeys(several, source)
         if several:
@@ -291,10 +282,8 @@ def source_of(notes: Mapping[str, Any]) -> str:
     """Version and machine of a run."""
     machine, versions = notes["machine"], notes.get("versions", {}).get("shardstore", {})
     version = f"shardstore {versions['shardstore']}" if "shardstore" in versions else ""
-    disk = machine["file_system"].split()[0]
-    return ", ".join(
-        filter(None, (version, machine["processor"], f"{machine['cores']} cores", disk))
-    )
+    parts = (version, machine["processor"], f"{machine['cores']} cores")
+    return ", ".join(filter(None, (*parts, machine["file_system"].split()[0])))
 
 
 def base_of(clients: Mapping[str, float]) -> str:
@@ -304,47 +293,35 @@ def base_of(clients: Mapping[str, float]) -> str:
 
 def draw(figures: Medians, source: str, output: Path) -> None:
     """A bar for each client: times as ratios to the client that they are compared with."""
-    rows = sum(len(clients) + 1.8 for clients in figures.values())
-    fig, axes = pyplot().subplots(figsize=(8.0, 0.9 + 0.23 * rows), layout="constrained")
-    place, ticks, names = 0.0, [], []
+    rows = [len(clients) + 1.8 for clients in figures.values()]
+    fig, grid = pyplot().subplots(
+        *(len(rows), 1), figsize=(8.0, 0.9 + 0.23 * sum(rows)), layout="constrained", squeeze=False,
+        height_ratios=[len(clients) for clients in figures.values()],
+    )  # fmt: skip
     longest = 1.0
-    for (case, world, measure, unit), clients in figures.items():
+    for axes, ((case, world, measure, unit), clients) in zip(
+        grid.flat, figures.items(), strict=True
+    ):
         base = clients[base_of(clients)]
         ratios = unit == "s" and base > 0
         scale = base if ratios else max(clients.values()) / MAX_SHOWN
-        axes.text(
-            0,
-            place,
-            _title(case, world, measure),
-            weight="bold",
-            va="center",
-            fontsize=9,
-            color=INK,
-        )
-        top = place
-        for client, value in clients.items():
-            place += 1
-            shown = min(value / scale, MAX_SHOWN)
-            longest = max(longest, value / scale)
-            axes.barh(place, shown, color=_colour(client), height=0.78)
-            ratio = f" ({value / base:.2f}x)" if ratios and value != base else ""
-            _label(axes, shown, place, _text(value, unit) + ratio)
-            ticks.append(place)
-            names.append(_name(client))
+        longest = max(longest, max(clients.values()) / scale)
+        texts = [
+            _text(value, unit) + (f" ({value / base:.2f}x)" if ratios and value != base else "")
+            for value in clients.values()
+        ]
+        lengths = [min(value / scale, MAX_SHOWN) for value in clients.values()]
+        _bars(axes, clients, map(_name, clients), lengths, texts)
+        axes.set_title(_title(case, world, measure))
         if ratios:
-            line = {"color": INK, "linewidth": 0.7, "dashes": (3, 2)}
-            axes.plot([1, 1], [top + 0.55, place + 0.45], **line)
-        place += 1.8
-    axes.set_yticks(ticks, names, fontsize=8, color=INK)
-    axes.set_ylim(place - 1.2, -0.8)
-    axes.set_xlim(0, min(longest, MAX_SHOWN) * 1.28)
-    axes.set_xticks([])
-    _frameless(axes)
+            axes.axvline(1, color=INK, linewidth=0.7, dashes=(3, 2))
+    for axes in grid.flat:
+        axes.set_xlim(0, min(longest, MAX_SHOWN) * 1.28)
     bases = {_name(one) for one in map(base_of, figures.values())}
     cut = f"; bars are cut at {MAX_SHOWN:g}x" if longest > MAX_SHOWN else ""
     base_line = f"{bases.pop()} (dashed)" if len(bases) == 1 else "the bar at the dashed line"
     about = f"Medians, and times as multiples of {base_line}; shorter is better{cut}"
-    axes.set_title(f"{about}\n{source}", fontsize=8, color=FAINT, loc="left")
+    fig.suptitle(f"{about}\n{source}", fontsize=8, color=FAINT)
     save_picture(fig, output)
 
 
@@ -368,19 +345,15 @@ def draw_growth(panels: Growth, source: str, output: Path) -> None:
         axes.set_visible(False)
     for axes, ((what, things), worlds) in zip(grid.flat, panels.items(), strict=False):
         for (world, line), colour in zip(worlds.items(), (PEER, INK, MINE), strict=False):
-            axes.loglog(*zip(*line.items(), strict=True), "o-", color=colour, markersize=4)
-            axes.lines[-1].set_label(f"{world:,} ranks")
-        axes.set_title(what[0].upper() + what[1:], fontsize=9, color=INK, loc="left", weight="bold")
-        axes.set_xlabel(things, fontsize=8, color=INK)
-        axes.set_ylabel("seconds", fontsize=8, color=INK)
+            points = zip(*line.items(), strict=True)
+            axes.loglog(*points, "o-", color=colour, markersize=4, label=f"{world:,} ranks")
+        axes.set_title(what[0].upper() + what[1:])
+        axes.set(xlabel=things, ylabel="seconds")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:,.10g}")
             axis.set_minor_formatter("")
-        axes.tick_params(labelsize=8, colors=INK)
         axes.grid(True, color=LIMIT, linewidth=0.6)
         axes.legend(fontsize=7, frameon=False)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
     fig.supxlabel(source, fontsize=8, color=FAINT)
     save_picture(fig, output)
 
@@ -391,33 +364,39 @@ def draw_overview(figures: Medians, source: str, output: Path) -> None:
     for axes, (title, group) in zip(panels.flat, PANELS, strict=True):
         clients = figures[group]
         limit = min((c for c in clients if c in LIMITS), key=clients.__getitem__)
-        shown = [c for c in clients if c not in LIMITS or c == limit]
-        for place, client in enumerate(shown):
-            axes.barh(place, clients[client], color=_colour(client), height=0.74)
-            weight = "bold" if client == OURS else "normal"
-            _label(axes, clients[client], place, _text(clients[client], "s"), weight=weight)
+        shown = {c: value for c, value in clients.items() if c not in LIMITS or c == limit}
         names = ["plain files" if c == limit else _name(c) for c in shown]
-        axes.set_yticks(range(len(shown)), names, fontsize=9, color=INK)
-        axes.invert_yaxis()
-        axes.set_xlim(0, max(clients[c] for c in shown) * 1.2)
-        axes.set_xticks([])
-        _frameless(axes)
-        axes.set_title(title, fontsize=9, color=INK, loc="left", weight="bold")
+        _bars(axes, shown, names, shown.values(), [_text(value, "s") for value in shown.values()])
+        axes.set_xlim(0, max(shown.values()) * 1.2)
+        axes.set_title(title)
     about = f"Median seconds; shorter is better. Only shardstore keeps checksums.\n{source}"
     fig.supxlabel(about, fontsize=8, color=FAINT)
     save_picture(fig, output)
 
 
-def _label(axes: Any, x: float, y: float, text: str, **font: Any) -> None:
-    """A figure at the end of a bar, legible where a line crosses it."""
-    offset = {"xytext": (4, 0), "textcoords": "offset points"}
+def _bars(
+    axes: Any,
+    clients: Iterable[str],
+    names: Iterable[str],
+    lengths: Iterable[float],
+    texts: Sequence[str],
+) -> None:
+    """A bar for each client, downwards, with a text at its end."""
+    places = range(len(texts))
+    colours = [LIMIT if c in LIMITS else MINE if OURS in c else PEER for c in clients]
+    bars = axes.barh(places, list(lengths), color=colours, height=0.78)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-    axes.annotate(text, (x, y), **offset, va="center", fontsize=8, color=INK, bbox=box, **font)
+    axes.bar_label(bars, texts, padding=4, bbox=box)
+    axes.set_yticks(places, list(names))
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines["bottom"].set_visible(False)
 
 
 def _title(case: str, world: int, measure: str) -> str:
     ranks = f"{world} ranks" if world != 1 else ""
-    about = ", ".join(filter(None, (CASES.get(case, case), ranks)))
+    about = ", ".join(filter(None, (CASES.get(case, ""), ranks)))
     title = f"{about}: {measure}".removeprefix(": ").replace(" s3", " S3")
     return title[0].upper() + title[1:]
 
@@ -432,19 +411,6 @@ def _text(value: float, unit: str) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def _colour(client: str) -> str:
-    if client in LIMITS:
-        return LIMIT
-    return MINE if OURS in client else PEER
-
-
-def _frameless(axes: Any) -> None:
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(FAINT)
-    axes.tick_params(left=False)
-
-
 def pyplot() -> Any:
     """matplotlib.pyplot, which draws the same picture of the same figures whenever it is run."""
     import matplotlib
@@ -452,10 +418,20 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # The same picture of the same figures, whenever it is drawn, in the reader's own font.
-    plt.rcParams["svg.hashsalt"] = "shardstore"
-    plt.rcParams["svg.fonttype"] = "none"
-    plt.rcParams["font.sans-serif"] = ["DejaVu Sans", "Helvetica", "Arial", "sans-serif"]
+    plt.rcParams |= {
+        "axes.edgecolor": FAINT,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 9,
+        "axes.titleweight": "bold",
+        "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial", "sans-serif"],
+        "font.size": 8,
+        "svg.fonttype": "none",  # in the reader's own font
+        "svg.hashsalt": "shardstore",
+        "text.color": INK,
+        **dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    }
     return plt
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-_PLACES = ("--json", "--dir", "--megatron-python")
+_PLACES = ("--json", "--dir")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Target:
     peers it is the client's worst sample.
     """
 
+    case: str
     measure: str
     client: str
     peers: tuple[str, ...] = ()
@@ -94,20 +95,20 @@ class Results:
         found = [self.values(case, world, client, measure) for client in clients]
         return min((median(values) for values in found if values), default=None)
 
-    def judge(self, case: str, targets: Iterable[Target]) -> None:
-        """Add a verdict for every target in every world that the case was measured in."""
-        worlds = sorted({s.world for s in self.samples if s.case == case})
-        for world in worlds:
-            for target in targets:
-                value = self._value(case, world, target)
-                ok = None
+    def judge(self, targets: Iterable[Target]) -> None:
+        """Add a verdict for every target in every world that its case was measured in."""
+        for target in targets:
+            worlds = sorted({s.world for s in self.samples if s.case == target.case})
+            for world in worlds:
+                value, ok = self._value(world, target), None
                 if value is not None:
                     ok = target.most is None or value <= target.most
                     ok = ok and (target.least is None or value >= target.least)
                 at = f"{world} ranks: " if len(worlds) > 1 else ""
-                self.targets.append(Verdict(case, at + target.text(), value, ok))
+                self.targets.append(Verdict(target.case, at + target.text(), value, ok))
 
-    def _value(self, case: str, world: int, target: Target) -> float | None:
+    def _value(self, world: int, target: Target) -> float | None:
+        case = target.case
         if not target.peers:
             values = self.values(case, world, target.client, target.measure)
             worst = max if target.least is None else min

@@ -23,15 +23,12 @@ import torch
 import torch.distributed as dist
 
 from bench import clients
-from bench.clients.base import Client, Share
+from bench.clients.base import Share
 from bench.workload import build, entries_of
 from testing.memory import BytesRead, peak_rss_bytes, reset_peak
 
 _LIBC = ctypes.CDLL(None)
-_PACKAGES = (
-    *("shardstore", "torch", "numpy", "zarr", "tensorstore", "safetensors"),
-    *("megatron-core", "crc32c"),
-)
+_PACKAGES = ("shardstore", "torch", "numpy", "zarr", "tensorstore", "safetensors", "megatron-core")
 
 
 class Rank:
@@ -49,7 +46,7 @@ class Rank:
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, Any] = {}
         self._loaded: dict[str, torch.Tensor] | None = None
         self._prepared: Any = None
 
@@ -81,7 +78,7 @@ class Rank:
             "versions": _versions(),
         }
 
-    def client(self, name: str) -> Client:
+    def client(self, name: str) -> Any:
         """The client of that name; each is made once."""
         if name not in self._clients:
             self._clients[name] = clients.create(name)
@@ -122,40 +119,20 @@ class Rank:
 
     def _timed(self, work: Callable[[], None]) -> dict[str, Any]:
         dist.barrier()
-        read, before, device = BytesRead(), reset_peak().rss_bytes, DeviceMemory()
+        read, before = BytesRead(), reset_peak()
         start = time.monotonic()
         work()
-        synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         end = time.monotonic()
         reply = {
             "start": start,
             "end": end,
             "resident_bytes": peak_rss_bytes() - before,
-            "device_bytes": device.grown_bytes(),
             "bytes_read": read.so_far(),
         }
         dist.barrier()
         return reply
-
-
-class DeviceMemory:
-    """Growth of this process's device memory from here on; 0 without a device."""
-
-    def __init__(self) -> None:
-        self._before = 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-
-    def grown_bytes(self) -> int:
-        """At the peak so far."""
-        return torch.cuda.max_memory_allocated() - self._before if self._before else 0
-
-
-def synchronize() -> None:
-    """Wait for the device, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def place(path: str) -> Any:
@@ -164,18 +141,15 @@ def place(path: str) -> Any:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

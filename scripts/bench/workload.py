@@ -29,7 +29,7 @@ UNIFORM = {
 """Workloads of fp32 tensors of one shape, replicated on all ranks: number at scale 1, and shape."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Entry:
     """One tensor of a state dict as one rank holds it.
 
@@ -148,12 +148,7 @@ def flattened(rank: int, world: int, scale: float) -> list[Entry]:
             if first < last:
                 place = (first - start, last - start)
                 entries += [
-                    Entry(
-                        key=f"optimizer.{part}.{name}",
-                        dtype=torch.float32,
-                        global_shape=shape,
-                        flat=place,
-                    )
+                    Entry(f"optimizer.{part}.{name}", torch.float32, shape, flat=place)
                     for part in ("master", "exp_avg", "exp_avg_sq")
                 ]
             start = stop

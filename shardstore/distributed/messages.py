@@ -8,9 +8,9 @@ piece, and the receiver can post its buffer before the message arrives, without 
 This saves a round trip, which is slow if ranks share processors with ranks that compute. Errors are
 those of gloo or of the store (``RuntimeError``).
 
-If a rank dies, gloo ends only those operations of its connections of which no byte has moved; a
-piece that was sent or received in part is waited for until the time limit. So a byte follows long
-pieces, and the receiver answers with a byte. Both sides wait for these.
+If a rank dies, gloo ends an operation on its connections only if no byte of it has moved. The other
+rank would wait for the rest of a piece until the time limit. So a byte follows long pieces, and the
+receiver answers with a byte. Both sides wait for these.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class Channel:
     # -- outcome in the store, for ranks that lost their connections ---------------------------
 
     def post(self, outcome: bytes) -> bytes:
-        """Put the outcome of the last step on this channel into the store. Return the one that
-        stands: the first."""
+        """Put the outcome of the last step on this channel into the store, unless another rank has
+        put one there. Return the stored outcome."""
         with suppress(RuntimeError):  # the store is gone; other ranks notice it too
             if self._outcome is None:
                 # As text, because some stores end a value at a zero byte.

@@ -112,9 +112,10 @@ def fragments(length: int, cuts: tuple[AxisCut, ...]) -> int | None:
 def is_flat(shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], itemsize: int) -> bool:
     """Return whether the shards are saved as flattened ranges of the tensor.
 
-    They are if only the first axis is cut, and a grid that fits all boundaries would have very many
-    very small chunks. Nested uneven cuts cause this (a vocabulary of 50257 over 2 x 4 ranks). With
-    flattened ranges, few chunks contain a boundary, and one rank assembles each of those.
+    Shards are saved as ranges if the mesh cuts only the first axis, and if a grid that fits all
+    boundaries would have very many very small chunks. Nested uneven cuts cause this (a vocabulary
+    of 50257 over 2 x 4 ranks). With flattened ranges, few chunks contain a boundary, and one rank
+    assembles each of those.
     """
     if not shape or not cuts[0] or any(cuts[1:]):
         return False

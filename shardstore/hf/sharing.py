@@ -93,6 +93,8 @@ def plan_shared(
         cuts = [(at, min(at + step, high)) for low, high in spans for at in range(low, high, step)]
         for (begin, end), found in zip(cuts, pieces_of(meta, boxes, cuts), strict=True):
             pieces = [piece._replace(rank=one) for piece, ranks in found for one in ranks]
+            if not pieces:  # a gap
+                continue
             owner = min({piece.rank for piece in pieces}, key=lambda one: (load[one], one))
             load[owner] += end - begin
             blocks.append(Block(file, start + begin, start + end, owner, pieces))

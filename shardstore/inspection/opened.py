@@ -495,8 +495,8 @@ class StoredArray:
         """Return the values at the outer product of positions.
 
         Args:
-            chosen: for each axis, ranges of positions, concatenated in the result; and whether the
-                result lacks the axis.
+            chosen: for each axis, the ranges of positions to read, which the result holds one
+                after the other, and whether to drop the axis from the result.
         """
         import numpy as np
 

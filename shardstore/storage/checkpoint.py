@@ -58,8 +58,8 @@ def _checksum(text: bytes | None) -> int:
 
 
 class unlocked_property(cached_property[T]):  # noqa: N801 (as functools names it)
-    """A cached property. That of Python 3.11 has one lock for all instances, so that a store that
-    does not answer would hold up readers of other checkpoints."""
+    """A cached property without a lock. ``functools.cached_property`` of Python 3.11 has one lock
+    for all instances, so a store that does not answer would block readers of other checkpoints."""
 
     def __init__(self, func: Callable[[Any], T]) -> None:
         super().__init__(func)
@@ -228,9 +228,9 @@ class StoredCheckpoint:
         return arrays
 
     def require_chunks(self, array: ArrayMeta) -> None:
-        """Raise :class:`ChunkMissingError` if an array has more than :data:`MANY_CHUNKS` chunks by
-        its document alone, not by the commit, and fewer than one in 100 exists. A read would
-        allocate memory for each chunk."""
+        """Raise :class:`ChunkMissingError` if an array's document claims more than
+        :data:`MANY_CHUNKS` chunks, the commit does not list them, and fewer than one in 100 exists.
+        A read would allocate memory for each chunk."""
         if array.crcs is not None or (count := array.grid.size) <= MANY_CHUNKS:
             return
         files = len(self.location.walk(array.node))

@@ -168,9 +168,7 @@ def save_after_a_lost_rank(rank: int, world_size: int, root: str, mixed: bool) -
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_save_after_one_that_lost_a_rank_has_a_group_that_works(
-    tmp_path: Path, mixed: bool
-) -> None:
+def test_a_save_works_after_one_that_lost_a_rank(tmp_path: Path, mixed: bool) -> None:
     assert run_ranks(save_after_a_lost_rank, 3, str(tmp_path), mixed) == [[]] * 3
     for name in ("next", "after"):
         loaded = shardstore.load_plain_tensors(tmp_path / name)["w"]

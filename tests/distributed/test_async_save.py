@@ -431,7 +431,7 @@ def _late_to_connect(rank: int, world_size: int, folder: str) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def test_a_rank_that_does_not_connect_for_the_background_is_met_by_all(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_connect_for_the_background_is_an_error_on_all(tmp_path: Path) -> None:
     """It is after the agreement to begin: what the coordinator has begun is cleared away."""
     for text in run_ranks(_late_to_connect, WORLD, str(tmp_path), timeout_s=60):
         assert text.startswith("RanksError: connecting the ranks for the background failed")
@@ -500,7 +500,7 @@ def test_interpreter_exit(tmp_path: Path, at_exit: str, ends: str) -> None:
         assert remains(place) == []
 
 
-def test_one_process_without_a_group(tmp_path: Path) -> None:
+def test_one_process_saves_in_the_background_without_a_process_group(tmp_path: Path) -> None:
     tensor = torch.arange(1000.0)
     state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
     handle = shardstore.async_save(state, tmp_path / "c", content_metadata={"kind": "test"})
@@ -525,7 +525,7 @@ def test_waiting_for_a_handle_may_time_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"when_busy": "panic"}, {"at_exit": "explode"}])
-def test_a_choice_that_there_is_not_is_refused_and_nothing_saved(
+def test_an_unknown_choice_is_refused_and_nothing_is_saved(
     tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
     """Above all at_exit: taken for "abort", it would drop the save."""

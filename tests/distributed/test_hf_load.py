@@ -21,7 +21,7 @@ from shardstore.hf import loading
 from shardstore.hf.rules import concat, part, stack
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
-from testing.range_server import range_server
+from tests.helpers.range_server import range_server
 from tests.helpers.scenarios import raised, scenarios_of
 
 WORLD = 4

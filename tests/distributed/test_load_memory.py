@@ -80,7 +80,7 @@ def peaks(rank: int, world_size: int, folder: str) -> dict[str, int]:
         state = shards(rank, kind, dtype)
         # There is no device: host memory is filled as if it were one's.
         read_plan.goes_through_host = lambda _, far=name in as_on_a_device: far
-        before = reset_peak().rss_bytes
+        before = reset_peak()
         shardstore.load(state, place, exchange_budget_bytes=BUDGET, **options)
         found[name] = peak_rss_bytes() - before
         del state

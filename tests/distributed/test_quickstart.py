@@ -84,7 +84,6 @@ def test_whole_run_passes_and_keeps_what_it_proved(finished: tuple[Path, str]) -
         resumed = json.loads((folder / f"resume-tp{tp}-dp{dp}.json").read_text())
         assert resumed["losses"][:3] == unbroken["losses"][:3]
         assert len(resumed["losses"]) == 6
-        assert resumed["shards"] > 0
     same = json.loads((folder / "resume-tp2-dp2.json").read_text())
     assert same["losses"] == unbroken["losses"]
     assert same["final"] == unbroken["final"]
@@ -102,7 +101,7 @@ def test_the_same_job_over_s3(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plain_zarr_view_tells_what_is_not_as_saved(folder: Path) -> None:
+def test_the_view_by_plain_zarr_names_what_differs(folder: Path) -> None:
     key = _spoil_record(folder)
     seen = _run(SCRIPTS / "quickstart_view.py", folder / "checkpoint", folder / "train.json")
     assert seen.returncode == 1

@@ -175,7 +175,7 @@ def _piece_that_nobody_waits_for(rank: int, world: int) -> str:
     return "nothing"
 
 
-def test_a_piece_that_nobody_waits_for_is_taken_for_no_report() -> None:
+def test_an_unexpected_piece_is_not_taken_for_a_report() -> None:
     assert run_ranks(_piece_that_nobody_waits_for, 2) == ["StorageError", "RanksError"]
 
 

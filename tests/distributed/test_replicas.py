@@ -425,7 +425,7 @@ def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_sharing_out_is_even_and_the_same_everywhere(ranks: int) -> None:
+def test_work_is_shared_evenly_and_alike_on_all_ranks(ranks: int) -> None:
     rng = random.Random(ranks)
     for _ in range(50):
         sizes = [rng.randint(1, 1000) for _ in range(rng.randrange(60))]

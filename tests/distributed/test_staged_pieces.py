@@ -57,7 +57,7 @@ def peak(rank: int, world: int, root: str) -> int:
     shardstore.async_save(halves(rank, 1, *SHAPE), f"{root}/a", strategy, **options).result(60)
     POOL.give_back(None)
     state = halves(rank, TENSORS, *SHAPE)
-    before = reset_peak().rss_bytes
+    before = reset_peak()
     shardstore.async_save(state, f"{root}/b", strategy, **options).result(60)
     return peak_rss_bytes() - before
 

@@ -170,7 +170,7 @@ def _many_pieces(rank: int, world: int) -> int:
     return len(ranks._channel.kept)
 
 
-def test_many_pieces_both_ways_and_nothing_of_them_is_kept() -> None:
+def test_many_pieces_go_both_ways_and_none_is_kept() -> None:
     assert max(run_ranks(_many_pieces, 2)) < 10
 
 

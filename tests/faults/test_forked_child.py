@@ -131,7 +131,7 @@ thread.join()
 """
 
 
-def test_it_does_not_remove_what_is_being_written(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_remove_what_is_being_written(tmp_path: Path) -> None:
     """A writer of PyTorch DCP removes an attempt that failed when its process ends."""
     assert run(OF_DCP, tmp_path) == "0 1\n"
     assert os.listdir(tmp_path) == ["c"]
@@ -251,7 +251,9 @@ thread.join()
 
 
 @pytest.mark.parametrize(("collector", "found"), [("on", "3\n"), ("off", "0\n")])
-def test_its_memory_is_collected(tmp_path: Path, collector: str, found: str) -> None:
+def test_the_memory_of_a_forked_child_is_collected(
+    tmp_path: Path, collector: str, found: str
+) -> None:
     """Which a commit in the background pauses for a moment."""
     assert run(COLLECTS, tmp_path, collector) == found
 

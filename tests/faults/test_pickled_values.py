@@ -310,7 +310,7 @@ def test_harmless_values_load(name: str) -> None:
     assert same(VALUES[name], found)
 
 
-def test_the_names_of_numpy_1() -> None:
+def test_files_with_the_names_of_numpy_1_load() -> None:
     """As Megatron-Core and version 0.1.0 wrote them."""
     value = [np.arange(3.0), np.float32(2)]
     pickled = pickle.dumps(value, protocol=2)

@@ -6,11 +6,28 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from testing.s3_proxy import Fault, FaultProxy, Kills
+from testing.s3_proxy import Fault, FaultProxy, Head, Rule
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.link")
+
+
+@dataclass(kw_only=True)
+class Kills(Rule):
+    """Kills a process at a request, which never reaches the server.
+
+    Attributes:
+        pid: whom.
+    """
+
+    pid: int = 0
+
+    def takes(self, head: Head) -> bool:
+        if is_taken := super().takes(head):
+            os.kill(self.pid, signal.SIGKILL)
+        return is_taken
 
 
 def dies(

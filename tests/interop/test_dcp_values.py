@@ -138,7 +138,7 @@ def test_values_stay_when_tensors_are_removed(place: Path) -> None:
     assert same(shardstore.load_common_state_dict(place), expected)
 
 
-def test_verified_and_compared(place: Path, tmp_path: Path) -> None:
+def test_values_are_verified_and_compared(place: Path, tmp_path: Path) -> None:
     run = CliRunner()
     assert run.invoke(app, ["verify", str(place)]).exit_code == 0
     other = {**values(), "seen": np.zeros(20_000)}

@@ -103,7 +103,9 @@ def assert_loaded(loaded: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("how", ["set", "with"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-def test_saves_and_loads(tmp_path: Path, backend: tuple[str, int], how: str) -> None:
+def test_saves_and_loads_ignore_the_default_device(
+    tmp_path: Path, backend: tuple[str, int], how: str
+) -> None:
     with default_device(how):
         shardstore.save(state(), tmp_path / "now", backend)
         shardstore.async_save(state(), tmp_path / "later", backend).result()

@@ -17,8 +17,8 @@ from shardstore import hf
 from shardstore.errors import CheckpointingException, NotACheckpointError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
-from testing.range_server import SIGNATURE, RangeServer, range_server
 from testing.s3_servers import S3Server
+from tests.helpers.range_server import SIGNATURE, RangeServer, range_server
 
 SECRET = "a-secret-that-nobody-sees"
 LARGE = torch.arange(3 * 2**20, dtype=torch.float32).reshape(3072, 1024)

@@ -123,7 +123,7 @@ def test_every_setting_is_listed() -> None:
     assert (SaveKeywords.__annotations__ | WriterKeywords.__annotations__).keys() <= told
 
 
-def test_defaults_are_as_told() -> None:
+def test_defaults_are_those_that_the_pages_name() -> None:
     from shardstore.distributed.coordinator import DEADLINE_VARIABLE, DEFAULT_DEADLINE_S
     from shardstore.storage.options import SaveOptions
     from shardstore.storage.runtime.parallel import MAX_THREADS

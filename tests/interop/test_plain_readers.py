@@ -283,7 +283,7 @@ def test_a_reader_made_from_the_format_page(request: pytest.FixtureRequest, plac
 @pytest.mark.parametrize("place", ["checkpoint", "root_only"])
 @pytest.mark.parametrize("which", ["here", "newest"])
 @pytest.mark.parametrize("script", [ZARR_READER, XARRAY_READER], ids=["zarr", "xarray"])
-def test_zarr_and_what_builds_on_it(
+def test_zarr_and_programs_that_use_it_read_a_checkpoint(
     request: pytest.FixtureRequest, script: str, which: str, place: str
 ) -> None:
     _check(
@@ -295,7 +295,7 @@ def test_zarr_and_what_builds_on_it(
 
 
 @pytest.mark.parametrize("which", ["here", "newest"])
-def test_tensorstore(checkpoint: Path, which: str) -> None:
+def test_tensorstore_reads_a_checkpoint(checkpoint: Path, which: str) -> None:
     _check(TENSORSTORE_READER, checkpoint, never="torch shardstore zarr", which=which)
 
 

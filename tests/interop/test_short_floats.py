@@ -87,7 +87,7 @@ def assert_same(found: State, expected: Tensors) -> None:
     ],
     ids=str,
 )
-def test_saved_and_loaded(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_short_floats_are_saved_and_loaded(tmp_path: Path, how: dict[str, Any]) -> None:
     tensors = every_byte() | {name: BYTES[130].view(getattr(torch, name)) for name in NAMES}
     shardstore.save(sharded(tensors), tmp_path / "c", **how)
     found = shardstore.load(sharded(blank(tensors)), tmp_path / "c")

@@ -85,7 +85,9 @@ def test_every_strategy_writes_the_bytes_of_a_view_alone(tmp_path: Path, how: st
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True])
-def test_by_the_writer_for_dcp(tmp_path: Path, allow_pickle: bool) -> None:
+def test_the_writer_for_dcp_writes_the_bytes_of_a_view_alone(
+    tmp_path: Path, allow_pickle: bool
+) -> None:
     values = state(sharded=False)
     if allow_pickle:
         indices = torch.zeros(1, 1, dtype=torch.int64)

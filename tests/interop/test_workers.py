@@ -78,7 +78,7 @@ def test_opened_arrays_travel_to_worker_processes(
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_to_workers_of_a_data_loader(tmp_path: Path, start_method: str) -> None:
+def test_arrays_travel_to_workers_of_a_data_loader(tmp_path: Path, start_method: str) -> None:
     shardstore.save(state(), tmp_path / "c")
     loader = DataLoader(
         Rows(tmp_path / "c"), batch_size=5, num_workers=2, multiprocessing_context=start_method
@@ -188,7 +188,9 @@ def test_a_url_with_a_user_does_not_travel(user: str) -> None:
     assert "seCr3t" not in str(caught.value) + json.dumps(caught.value.url)
 
 
-def test_from_an_object_store(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_of_an_object_store_travel_to_workers(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Credentials come from the worker's own variables."""
     url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
     shardstore.save(state(), url, storage_options=options)

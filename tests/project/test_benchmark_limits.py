@@ -30,7 +30,7 @@ class Limits:
         {"dirty_bytes": 5 << 20, "dirty_background_bytes": 1 << 20},
     ],
 )
-def test_limits_are_put_back(
+def test_limits_are_restored_after_a_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, int]
 ) -> None:
     limits = Limits(tmp_path, **before)
@@ -44,7 +44,7 @@ def test_limits_are_put_back(
     assert {name: found[name] for name in before} == before
 
 
-def test_who_may_not_set_them_measures_all_the_same(
+def test_without_the_right_to_set_limits_a_benchmark_still_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_LIMITS", tmp_path / "none")

@@ -172,18 +172,6 @@ def test_resharding_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_benchmark_of_a_device_is_rehearsed_without_one(tmp_path: Path) -> None:
-    data = measured(
-        tmp_path,
-        *("gpu", "--device", "cpu", "--scale", "0.002", "--only", "gpu-load"),
-        *("--clients", "memory copy,shardstore,dcp-default"),
-    )
-    measures = {(s["client"], s["measure"]) for s in data["samples"]}
-    for client in ("memory copy", "shardstore", "dcp-default"):
-        assert (client, "load to the device") in measures
-
-
-@pytest.mark.long
 def test_a_small_world_is_simulated(tmp_path: Path) -> None:
     """Every measure is there for every size."""
     data = measured(tmp_path, "scale", "--ranks", "4,16", "--scale", "0.001")

@@ -49,7 +49,7 @@ NOWHERE = {"SHARDSTORE_VENV": "/proc/no/venv"}
     ],
     ids=str,
 )
-def test_quickstart(arguments: list[object], said: str) -> None:
+def test_wrong_arguments_of_the_quickstart_get_one_line(arguments: list[object], said: str) -> None:
     line = refused("quickstart", *arguments, **NOWHERE)
     assert said in line
     assert line.startswith("scripts/quickstart: ")
@@ -87,7 +87,7 @@ def test_benchmark_before_anything_is_installed(arguments: list[str]) -> None:
     ],
     ids=str,
 )
-def test_benchmark(arguments: list[object], said: str) -> None:
+def test_wrong_arguments_of_the_benchmark_get_one_line(arguments: list[object], said: str) -> None:
     line = refused("benchmark", *arguments, BENCH_PYTHON=sys.executable)
     assert said in line
     assert line.startswith("scripts/benchmark")
@@ -117,7 +117,9 @@ def test_test_knows_its_help_before_it_installs() -> None:
     ],
     ids=str,
 )
-def test_s3_server(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_wrong_arguments_of_the_s3_server_get_one_line(
+    tmp_path: Path, arguments: list[str], said: str
+) -> None:
     line = refused("s3_server", *arguments, SHARDSTORE_S3_SERVER_DIR=str(tmp_path / "s3"))
     assert said in line
     assert line.startswith("s3_server: ")

@@ -545,7 +545,7 @@ def test_tensorstore_names_the_right_one_of_many_chunks(tmp_path: Path) -> None:
         assert caught.value.chunk == (11,)
 
 
-def test_a_refusing_store_is_no_damage(tmp_path: Path) -> None:
+def test_a_store_that_refuses_is_not_reported_as_damage(tmp_path: Path) -> None:
     meta = make_meta((4,), (4,), "int32")
     place = Location.of(tmp_path)
     meta = replace(meta, node="n" * 300)  # longer than the file system allows
@@ -606,7 +606,7 @@ def test_the_folder_of_a_swept_attempt_does_not_come_back(tmp_path: Path) -> Non
     assert not os.path.exists(place.url)
 
 
-def test_reads_and_writes_cut_short_are_gone_on_with(
+def test_short_reads_and_writes_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operating system may move less than it was asked to; here it moves 1,000 bytes."""

@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, torch.dtype, int, int, random.Random]
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(cases())
-def test_any_layout_back_from_any_layout(
+def test_any_layout_loads_from_any_layout(
     case: tuple[Shape, torch.dtype, int, int, random.Random],
 ) -> None:
     """One process holds all shards of both layouts."""
@@ -198,7 +198,9 @@ def _reshard_on_ranks(rank: int, world_size: int, folder: str, seeds: list[int])
 
 
 @pytest.mark.parametrize(("world_size", "share"), [(2, 3), (3, 3), (8, 10)])
-def test_ranks_reshard(world_size: int, share: int, tmp_path: Path) -> None:
+def test_any_layout_of_ranks_loads_from_any_other(
+    world_size: int, share: int, tmp_path: Path
+) -> None:
     """Several real ranks, their shards drawn at random, under both formats."""
     cases = settings.default.max_examples // share
     seeds = list(range(world_size * 100, world_size * 100 + cases))

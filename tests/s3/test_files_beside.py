@@ -213,7 +213,7 @@ def test_an_asynchronous_save_returns_before_they_are_written(place: str) -> Non
 
 
 @pytest.mark.parametrize("save", ["at once", "in the background"])
-def test_one_that_can_not_be_written_ends_the_save(place: str, save: str) -> None:
+def test_an_object_that_cannot_be_written_ends_the_save(place: str, save: str) -> None:
     bad = f"/shard_{OBJECTS // 2}_{OBJECTS}.pt"
 
     def watch(path: str) -> None:
@@ -352,7 +352,7 @@ def test_a_comparison_reads_objects_at_the_same_time(place: str) -> None:
     assert found.files == {"key3/shard_0_1.pt": "differs", "key5/shard_0_1.pt": "only in A"}
 
 
-def test_where_no_thread_is_to_be_had_they_are_written_all_the_same(
+def test_files_are_written_where_no_thread_can_be_started(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than is kept, and no thread but the caller's to write it."""

@@ -58,7 +58,7 @@ ONCE = [
 
 
 @pytest.mark.parametrize("fault", ONCE, ids=lambda fault: fault.name.lower())
-def test_one_fault_of_a_kind_is_got_over(run: Run, proxy: FaultProxy, fault: Fault) -> None:
+def test_a_load_survives_one_fault_of_each_kind(run: Run, proxy: FaultProxy, fault: Fault) -> None:
     rules = [proxy.add(fault, methods=("GET",), path=path) for path in [*DOCUMENTS, CHUNK]]
     assert_version_1(load(run))
     assert all(rule.hits for rule in rules[:3]), "a document was not read"
@@ -67,7 +67,7 @@ def test_one_fault_of_a_kind_is_got_over(run: Run, proxy: FaultProxy, fault: Fau
 
 @pytest.mark.parametrize("fault", [Fault.SILENCE, Fault.SILENT_ANSWER])
 @pytest.mark.parametrize("path", [DOCUMENTS[0], CHUNK], ids=["document", "chunk"])
-def test_one_silence_is_got_over(run: Run, proxy: FaultProxy, path: str, fault: Fault) -> None:
+def test_a_load_survives_one_silence(run: Run, proxy: FaultProxy, path: str, fault: Fault) -> None:
     if run.direct.name == "radosgw":
         pytest.skip("the proxy is silent, not a server")
     proxy.add(fault, methods=("GET",), path=path)

@@ -185,7 +185,7 @@ def test_an_object_io_creates_once_and_reads_ranges(s3_server: S3Server) -> None
     ],
 )
 @pytest.mark.parametrize("verb", ["save", "load", "check", "latest", "delete"])
-def test_what_is_wrong_with_the_store_is_said_soon(
+def test_an_error_of_the_store_is_raised_soon(
     s3_server: S3Server, verb: str, change: dict[str, Any], text: str
 ) -> None:
     options = {**s3_server.storage_options, **change}

@@ -59,7 +59,9 @@ def attempt(run: Run) -> CheckpointingException | None:
 
 
 @pytest.mark.parametrize("fault", ONCE, ids=lambda fault: fault.name.lower())
-def test_one_fault_in_every_phase_is_got_over(run: Run, proxy: FaultProxy, fault: Fault) -> None:
+def test_a_save_survives_one_fault_in_every_phase(
+    run: Run, proxy: FaultProxy, fault: Fault
+) -> None:
     rules = {
         phase: proxy.add(fault, methods=methods, path=path)
         for phase, (methods, path) in PHASES.items()
@@ -73,7 +75,7 @@ def test_one_fault_in_every_phase_is_got_over(run: Run, proxy: FaultProxy, fault
 
 
 @pytest.mark.parametrize("phase", ["chunk", "commit"])
-def test_one_silence_is_got_over(run: Run, proxy: FaultProxy, phase: str) -> None:
+def test_a_save_survives_one_silence(run: Run, proxy: FaultProxy, phase: str) -> None:
     methods, path = PHASES[phase]
     rule = proxy.add(Fault.SILENCE, methods=methods, path=path)
     failure = attempt(run)

@@ -54,7 +54,7 @@ def grown(
     # Once before, so that what is imported and started with the first save does not count.
     save(torch.ones(8), "first")
     tensor = laid_out(kind)
-    before = reset_peak().rss_bytes
+    before = reset_peak()
     save(tensor, "second")
     return peak_rss_bytes() - before
 

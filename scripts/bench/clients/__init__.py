@@ -15,8 +15,9 @@ RAW_S3 = ("raw-tensorstore", "raw-obstore")
 RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
 """The same with a small document beside each object: as many objects as Zarr arrays are."""
 COPY, PLAIN = "memory copy", "copy + write"
-DCP, DCP_REUSED, DCP_PINNED = "dcp thread", "dcp reused stager", "dcp pinned stager"
+DCP, DCP_REUSED = "dcp thread", "dcp reused stager"
 DIRECT = (*RAW, OURS, "dcp-best", "dcp-default", MEGATRON, SAFETENSORS)
+HF, HF_DCP = "hf", "hf-dcp"
 S3_DIRECT = (*RAW_S3, OURS, "dcp-s3", DCP_OURS)
 LIMITS = (*RAW, *RAW_S3, *RAW_DOCUMENTS, COPY, PLAIN)
 """Not peers, but the least that is possible."""
@@ -37,8 +38,9 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dcp-best": ("dcp:Dcp", {"threads": 2}),
     "dcp-default": ("dcp:Dcp", {"threads": 1}),
     DCP: ("dcp:Dcp", {}),
-    DCP_REUSED: ("dcp:Dcp", {"stager": "reused"}),
-    DCP_PINNED: ("dcp:Dcp", {"stager": "pinned"}),
+    DCP_REUSED: ("dcp:Dcp", {"reused": True}),
+    HF: ("dcp:Hf", {}),
+    HF_DCP: ("dcp:DcpHf", {}),
     DCP_OURS: ("dcp:DcpOverShardstore", {}),
     DCP_ROOT_ONLY: ("dcp:DcpOverShardstore", {"array_documents": False}),
     "dcp-s3": ("dcp:DcpS3", {"threads": 2}),

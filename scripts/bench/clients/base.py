@@ -1,4 +1,15 @@
-"""What the benchmark asks of a client, and what several clients need."""
+"""What several clients need.
+
+A client has `settings`, words for the page, and methods that every rank calls with the same path:
+
+- `prepare(share)` makes the client's state, and is not timed.
+- `save(prepared, path, sync)` returns when this rank has written its bytes, and with `sync` after
+  one sync of what all ranks wrote.
+- `load(prepared, path)` fills the share's own tensors, or returns new ones where the client cannot
+  read into given memory.
+- `start(prepared, path)` starts a durable save in the background, and returns an object with `done`
+  and `result`. Its own time is the stall.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,48 +38,6 @@ class Share:
     def writes(self, entry: Entry) -> bool:
         """Whether this rank writes the entry, where each client has one writer a tensor."""
         return self.rank == 0 or not entry.replicated
-
-
-class Client(Protocol):
-    """Saves and loads a share; every rank calls each method with the same path.
-
-    `prepare` is not timed. `save` returns when all bytes of this rank are written, and after one
-    sync of what all ranks wrote if `sync` is true. `load` fills the share's own tensors, or
-    returns new ones where the client cannot read into given memory.
-    """
-
-    settings: str
-
-    def prepare(self, share: Share) -> Any:
-        """The state dict in the client's own terms."""
-
-    def save(self, prepared: Any, path: Path, sync: bool) -> None:
-        """Write a checkpoint to `path`, which does not exist yet."""
-
-    def load(self, prepared: Any, path: Path) -> dict[str, torch.Tensor] | None:
-        """Read it back into the prepared tensors, or return what was read."""
-
-
-class Saving(Protocol):
-    """A save in the background; a future, or an `AsyncSave`."""
-
-    def done(self) -> bool:
-        """Whether everything is on the disk."""
-
-    def result(self) -> Any:
-        """Wait until everything is on the disk; raises what went wrong."""
-
-
-class BackgroundClient(Protocol):
-    """Saves in the background."""
-
-    settings: str
-
-    def prepare(self, share: Share) -> Any:
-        """The state dict in the client's own terms."""
-
-    def start(self, prepared: Any, path: Path) -> Saving:
-        """Start a durable save; the time that this takes is the stall."""
 
 
 def sync_once(path: Path) -> None:

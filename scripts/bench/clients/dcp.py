@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint import _fsspec_filesystem as over_fsspec
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -15,9 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from bench.clients.base import Saving, Share, sync_once
+from bench.clients.base import Share, sync_once
+from shardstore import hf
 from shardstore.dcp import StorageReader, StorageWriter
 
+warnings.simplefilter("ignore")  # of DCP, about its own parts
 State = dict[str, torch.Tensor]
 S3_OPTIONS: dict[str, Any] = {"config_kwargs": {"s3": {"addressing_style": "path"}}}
 
@@ -26,20 +29,22 @@ class Dcp:
     """FileSystemWriter with a number of threads; one syncfs at the end, not one fsync a file.
 
     In the background it saves in its thread form at its defaults, which sync every file. A stager
-    that is "reused" keeps its buffers; one that is "pinned" has all of DCP's options on.
+    that is reused keeps its buffers.
     """
 
-    def __init__(self, *, threads: int = 1, stager: str | None = None) -> None:
+    words = (
+        "FileSystemWriter(thread_count={threads}, sync_files=False), no checksum; "
+        "sync: one syncfs after save"
+    )
+    syncs = True
+
+    def __init__(self, *, threads: int = 1, reused: bool = False) -> None:
         self._threads = threads
         self._mesh: DeviceMesh | None = None
-        self._stager: DefaultStager | None = None
-        if stager is not None:
-            on = stager == "pinned"
-            self._stager = DefaultStager(StagingOptions(on, False, on, on))
-        self.settings = (
-            f"FileSystemWriter(thread_count={threads}, sync_files=False), no checksum; "
-            "sync: one syncfs after save"
-        )
+        cuda = torch.cuda.is_available()  # then all of DCP's options are on
+        options = StagingOptions(cuda, False, cuda, cuda)
+        self._stager = DefaultStager(options) if reused else None
+        self.settings = self.words.format(threads=threads)
 
     def prepare(self, share: Share) -> State:
         """DTensors over the share's tensors; plain tensors in a world of one."""
@@ -58,24 +63,18 @@ class Dcp:
 
     def save(self, prepared: State, path: Path, sync: bool) -> None:
         """`torch.distributed.checkpoint.save`, planning included."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(dict(prepared), storage_writer=self._writer(path, sync))
-        if sync and type(self) is Dcp:
+        save(dict(prepared), storage_writer=self._writer(path, sync))
+        if sync and self.syncs:
             sync_once(path)
 
     def load(self, prepared: State, path: Path) -> None:
         """`torch.distributed.checkpoint.load`, which reads into the given tensors."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(dict(prepared), storage_reader=self._reader(path))
+        load(dict(prepared), storage_reader=self._reader(path))
 
-    def start(self, prepared: State, path: Path) -> Saving:
+    def start(self, prepared: State, path: Path) -> _Staged:
         """`torch.distributed.checkpoint.async_save`."""
         writer = FileSystemWriter(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            saving = async_save(dict(prepared), storage_writer=writer, async_stager=self._stager)
+        saving = async_save(dict(prepared), storage_writer=writer, async_stager=self._stager)
         return _Staged(saving)
 
     def _writer(self, path: Path, sync: bool) -> Any:
@@ -102,12 +101,13 @@ class _Staged:
 class DcpOverShardstore(Dcp):
     """The same program with one line changed: our storage under DCP."""
 
+    words = "StorageWriter, checksums written and verified; sync: durable=True"
+    syncs = False
+
     def __init__(self, *, array_documents: bool = True) -> None:
         super().__init__()
         self._array_documents = array_documents
-        self.settings = "StorageWriter, checksums written and verified; sync: durable=True" + (
-            "" if array_documents else "; array_documents=False"
-        )
+        self.settings += "" if array_documents else "; array_documents=False"
 
     def _writer(self, path: Path, sync: bool) -> Any:
         return StorageWriter(path, durable=sync, array_documents=self._array_documents)
@@ -119,12 +119,37 @@ class DcpOverShardstore(Dcp):
 class DcpS3(Dcp):
     """FsspecWriter over s3fs, credentials from the environment."""
 
-    def __init__(self, *, threads: int) -> None:
-        super().__init__(threads=threads)
-        self.settings = f"FsspecWriter(thread_count={threads}) over s3fs, no checksum"
+    words = "FsspecWriter(thread_count={threads}) over s3fs, no checksum"
+    syncs = False
 
     def _writer(self, path: Path, sync: bool) -> Any:
         return over_fsspec.FsspecWriter(path, thread_count=self._threads, **S3_OPTIONS)
 
     def _reader(self, path: Path) -> Any:
         return over_fsspec.FsspecReader(path, **S3_OPTIONS)
+
+
+class DcpHf(Dcp):
+    """DCP's files of Hugging Face's format, put together by one rank."""
+
+    words = "HuggingFaceStorageWriter, consolidated; sync: one syncfs after save"
+
+    def _writer(self, path: Path, sync: bool) -> Any:
+        return HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
+
+    def _reader(self, path: Path) -> Any:
+        return HuggingFaceStorageReader(str(path))
+
+
+class Hf(Dcp):
+    """The same files by `shardstore.hf`."""
+
+    words = "shardstore.hf.save and load; sync: durable=True"
+
+    def save(self, prepared: State, path: Path, sync: bool) -> None:
+        """`shardstore.hf.save`."""
+        hf.save(prepared, path, durable=sync)
+
+    def load(self, prepared: State, path: Path) -> None:
+        """`shardstore.hf.load`, which reads into the given tensors."""
+        hf.load(prepared, path)

@@ -17,9 +17,9 @@ class Ours:
         self._array_documents, self._options = array_documents, options
         self._async_save = shardstore.async_save  # imported here, in no figure
         more = {} if array_documents else {"array_documents": False}
-        self.settings = "zarr v3, crc32c written and verified; sync: durable=True" + "".join(
-            f"; {name}={value}" for name, value in (more | options).items()
-        )
+        words = ["zarr v3, crc32c written and verified; sync: durable=True"]
+        words += [f"{name}={value}" for name, value in (more | options).items()]
+        self.settings = "; ".join(words)
 
     def prepare(self, share: Share) -> dict[str, Any]:
         """A sharded state dict over the share's tensors."""

@@ -85,10 +85,7 @@ class Raw:
 
 
 class Copy:
-    """One copy into host buffers that are kept, pinned for a device; with `write` one file, synced.
-
-    Loading reads into those buffers and copies from there.
-    """
+    """One copy into kept host buffers, pinned for a device; with `write` one file, synced."""
 
     def __init__(self, *, write: bool) -> None:
         self._pool = ThreadPoolExecutor(1) if write else None
@@ -117,20 +114,3 @@ class Copy:
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def save(self, prepared: dict[str, torch.Tensor], path: Path, sync: bool) -> None:
-        """Copy, and write one file a tensor."""
-        self.start(prepared, path)
-        path.mkdir(parents=True)
-        for key, buffer in self._buffers.items():
-            write_file(path / key, [raw_bytes(buffer)])
-        if sync:
-            sync_once(path)
-
-    def load(self, prepared: dict[str, torch.Tensor], path: Path) -> None:
-        """Read each file into its buffer, and copy it to the tensor."""
-        for key, tensor in prepared.items():
-            read_file(path / key, raw_bytes(self._buffers[key]))
-            tensor.copy_(self._buffers[key], non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()

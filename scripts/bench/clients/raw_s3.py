@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,71 +22,63 @@ DOCUMENT = memoryview(b" " * 700)
 Part = tuple[str, memoryview]
 
 
-def _parts(share: Share) -> list[Part]:
-    if share.world != 1:
-        raise NotImplementedError("plain puts are measured in a world of one")
-    return [(key, raw_bytes(tensor)) for key, tensor in share.tensors.items()]
-
-
-def _objects(parts: list[Part], documents: int) -> list[Part]:
-    """What is put: the parts, each with so many small documents."""
-    more = [(f"{key}.json{n}", DOCUMENT) for key, _ in parts for n in range(documents)]
-    return [*parts, *more]
-
-
-def _at_once(parts: list[Part]) -> int:
-    """How many requests at a time."""
-    small = all(len(memory) < 1024 * 1024 for _, memory in parts)
-    return SMALL_CONCURRENCY if small else CONCURRENCY
-
-
-def _bucket_and_prefix(url: str) -> tuple[str, str]:
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    return bucket, prefix
-
-
-class TensorStorePuts:
-    """TensorStore's s3 driver at the key-value level."""
+class Puts:
+    """One put a tensor, and one a document; one get a tensor, copied into its memory."""
 
     def __init__(self, documents: int = 0) -> None:
         self._documents = documents
-        self.settings = f"tensorstore KvStore, {AT_ONCE}, unconditional, no checksum"
 
     def prepare(self, share: Share) -> list[Part]:
         """Name and memory of each tensor."""
-        return _parts(share)
+        if share.world != 1:
+            raise NotImplementedError("plain puts are measured in a world of one")
+        return [(key, raw_bytes(tensor)) for key, tensor in share.tensors.items()]
 
     def save(self, prepared: list[Part], path: str, sync: bool) -> None:
-        """One put a tensor, and one a document."""
-        most = _at_once(prepared)
-        store, pending = self._open(path, most), deque[Any]()
-        for name, memory in _objects(prepared, self._documents):
-            if len(pending) >= most:
-                pending.popleft().result()
-            pending.append(store.write(name, bytes(memory)))
-        for future in pending:
-            future.result()
+        """Put each part, with its documents."""
+        more = [(f"{key}.json{n}", DOCUMENT) for key, _ in prepared for n in range(self._documents)]
+        self._each(path, self._put, [*prepared, *more])
 
     def load(self, prepared: list[Part], path: str) -> None:
-        """One get a tensor, copied into its memory."""
-        most = _at_once(prepared)
-        store, pending = self._open(path, most), deque[tuple[memoryview, Any]]()
+        """Get each part."""
+        self._each(path, self._get, prepared)
 
-        def land() -> None:
-            memory, future = pending.popleft()
-            memory[:] = future.result().value
+    def _each(
+        self, url: str, action: Callable[[Any, str, memoryview], Awaitable[None]], parts: list[Part]
+    ) -> None:
+        small = all(len(memory) < 2**20 for _, memory in parts)
+        most = SMALL_CONCURRENCY if small else CONCURRENCY
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
 
-        for name, memory in prepared:
-            if len(pending) >= most:
-                land()
-            pending.append((memory, store.read(name)))
-        while pending:
-            land()
+        async def run() -> None:
+            store, free = self._open(bucket, prefix, most), asyncio.Semaphore(most)
 
-    def _open(self, url: str, most: int) -> Any:
+            async def one(name: str, memory: memoryview) -> None:
+                async with free:
+                    await action(store, name, memory)
+
+            await asyncio.gather(*(one(*part) for part in parts))
+
+        asyncio.run(run())
+
+    def _open(self, bucket: str, prefix: str, most: int) -> Any:
+        raise NotImplementedError
+
+    async def _put(self, store: Any, name: str, memory: memoryview) -> None:
+        raise NotImplementedError
+
+    async def _get(self, store: Any, name: str, memory: memoryview) -> None:
+        raise NotImplementedError
+
+
+class TensorStorePuts(Puts):
+    """TensorStore's s3 driver at the key-value level."""
+
+    settings = f"tensorstore KvStore, {AT_ONCE}, unconditional, no checksum"
+
+    def _open(self, bucket: str, prefix: str, most: int) -> Any:
         import tensorstore as ts
 
-        bucket, prefix = _bucket_and_prefix(url)
         return ts.KvStore.open(
             {
                 "driver": "s3",
@@ -100,64 +91,28 @@ class TensorStorePuts:
             }
         ).result()
 
+    async def _put(self, store: Any, name: str, memory: memoryview) -> None:
+        await store.write(name, bytes(memory))
 
-class ObstorePuts:
+    async def _get(self, store: Any, name: str, memory: memoryview) -> None:
+        memory[:] = (await store.read(name)).value
+
+
+class ObstorePuts(Puts):
     """obstore, the object_store library of Rust."""
+
+    settings = (
+        f"obstore, {AT_ONCE}, unconditional, no checksum, signatures without a hash of the content"
+    )
 
     def __init__(self, documents: int = 0) -> None:
         import obstore  # noqa: F401 (absent where it is not installed)
 
-        self._documents = documents
-        self.settings = (
-            f"obstore, {AT_ONCE}, unconditional, no checksum, "
-            "signatures without a hash of the content"
-        )
+        super().__init__(documents)
 
-    def prepare(self, share: Share) -> list[Part]:
-        """Name and memory of each tensor."""
-        return _parts(share)
-
-    def save(self, prepared: list[Part], path: str, sync: bool) -> None:
-        """One put a tensor, and one a document."""
-        import obstore
-
-        store = self._open(path)
-
-        async def put(part: Part) -> None:
-            await obstore.put_async(store, part[0], part[1], use_multipart=False)
-
-        self._each(put, _objects(prepared, self._documents), _at_once(prepared))
-
-    def load(self, prepared: list[Part], path: str) -> None:
-        """One get a tensor, copied into its memory."""
-        import obstore
-
-        store = self._open(path)
-
-        async def get(part: Part) -> None:
-            answer = await obstore.get_async(store, part[0])
-            part[1][:] = memoryview(await answer.bytes_async()).cast("B")
-
-        self._each(get, prepared, _at_once(prepared))
-
-    def _each(
-        self, action: Callable[[Part], Awaitable[None]], parts: list[Part], most: int
-    ) -> None:
-        async def run() -> None:
-            free = asyncio.Semaphore(most)
-
-            async def one(part: Part) -> None:
-                async with free:
-                    await action(part)
-
-            await asyncio.gather(*map(one, parts))
-
-        asyncio.run(run())
-
-    def _open(self, url: str) -> Any:
+    def _open(self, bucket: str, prefix: str, most: int) -> Any:
         from obstore.store import S3Store
 
-        bucket, prefix = _bucket_and_prefix(url)
         return S3Store(
             bucket,
             prefix=prefix,
@@ -169,3 +124,14 @@ class ObstorePuts:
             client_options={"allow_http": True},
             unsigned_payload=True,
         )
+
+    async def _put(self, store: Any, name: str, memory: memoryview) -> None:
+        import obstore
+
+        await obstore.put_async(store, name, memory, use_multipart=False)
+
+    async def _get(self, store: Any, name: str, memory: memoryview) -> None:
+        import obstore
+
+        answer = await obstore.get_async(store, name)
+        memory[:] = memoryview(await answer.bytes_async()).cast("B")

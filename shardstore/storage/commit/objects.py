@@ -318,8 +318,8 @@ class ObjectAttempt(Attempt):
     # -- clearing ------------------------------------------------------------------------------
 
     def settled_names(self) -> list[str]:
-        """Wait until no older attempt is committing or clearing. Return all names at the target
-        but that of this claim."""
+        """Wait until no older attempt is committing or clearing. Return the names of all objects
+        at the target, without this attempt's own claim."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             names = [name for name in self.target.remote.walk() if name != self.mark("json")]

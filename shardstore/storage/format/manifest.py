@@ -136,7 +136,8 @@ class RankManifest:
         self.files[name] = crc32c(data, 0), len(data)
 
     def join(self, other: RankManifest) -> None:
-        """Add another report to this one, which has no arrays and chunks of its own.
+        """Add the arrays and chunks of another rank's report. This report only collects those of
+        other ranks.
 
         Raises:
             AccessPatternError: the ranks describe an array differently.

@@ -177,37 +177,21 @@ def test_a_file_that_comes_into_an_empty_target_at_the_last_moment_is_kept(
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_one_of_two_attempts_at_once_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [{}, {"log": "log"}], ids=["absent", "with a file"])
+def test_one_of_two_attempts_at_once_wins(tmp_path: Path, others: dict[str, str]) -> None:
     target = tmp_path / "ckpt"
-    first, second = (
-        begin(Location.of(target), SaveOptions()),
-        begin(Location.of(target), SaveOptions()),
-    )
+    if others:
+        target.mkdir()
+        (target / "log").write_text("log")
+    first, second = (begin(Location.of(target), SaveOptions()) for _ in range(2))
     fill(first, "first")
     fill(second, "second")
     second.commit([], durable=False)
     with pytest.raises(CheckpointExistsError, match="already exists: another"):
         first.commit([], durable=False)
     first.abandon()
-    assert content(target) == checkpoint("second")
+    assert content(target) == checkpoint("second") | others
     assert os.listdir(tmp_path) == ["ckpt"]
-
-
-def test_two_at_once_into_a_folder_with_other_files(tmp_path: Path) -> None:
-    target = tmp_path / "ckpt"
-    target.mkdir()
-    (target / "log").write_text("log")
-    first, second = (
-        begin(Location.of(target), SaveOptions()),
-        begin(Location.of(target), SaveOptions()),
-    )
-    fill(first, "first")
-    fill(second, "second")
-    second.commit([], durable=False)
-    with pytest.raises(CheckpointExistsError):
-        first.commit([], durable=False)
-    first.abandon()
-    assert content(target) == checkpoint("second") | {"log": "log"}
 
 
 def test_a_reader_of_the_replaced_checkpoint_reads_on(tmp_path: Path) -> None:
@@ -484,48 +468,6 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-WRITE = """
-    import numpy as np
-    from shardstore.errors import StorageError
-    from shardstore.storage.movers.chunks import ChunkWrite
-    from shardstore.storage.commit.folder import begin
-    from shardstore.storage.options import SaveOptions
-    from shardstore.storage.format.documents import ArrayMeta
-    from shardstore.storage.movers.mover import Mover
-    from shardstore.storage.format.grid import Grid
-    from shardstore.storage.stores.location import Location
-
-    def write(target, rows):
-        attempt = begin(Location.of(target), SaveOptions())
-        meta = ArrayMeta("layer/w", "layer%2Fw", Grid((rows, 300_000), (1, 300_000)), "float32")
-        row = np.ones((1, 300_000), np.float32)
-        writes = [ChunkWrite(meta, (i, 0), row) for i in range(rows)]
-        try:
-            Mover.of(attempt.location).write(writes, lambda *_: None)
-        except StorageError as error:
-            attempt.abandon()
-            return error
-        return None
-"""
-
-
-@as_root
-def test_a_full_disk(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    scope: dict[str, object] = {}
-    exec(textwrap.dedent(WRITE), scope)
-    write = scope["write"]
-    assert callable(write)
-    with mounted(disk, "size=4m"):
-        error = write(str(disk / "ckpt"), 6)
-        assert isinstance(error, StorageError)
-        assert error.key == "layer/w"
-        assert "layer%2Fw" in str(error)
-        assert "the disk is full: free space or choose another place" in str(error)
-        assert os.listdir(disk) == []
-        assert write(str(disk / "ckpt"), 2) is None
-
-
 @as_root
 def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -537,16 +479,19 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["disk"]
 
 
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    script = textwrap.dedent(WRITE) + textwrap.dedent(
-        f"""
-        import os, resource, sys
+def test_a_limit_on_the_size_of_files_is_named_with_the_remedy(tmp_path: Path) -> None:
+    script = f"""
+        import os, resource, sys, torch, shardstore
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, {resource.RLIM_INFINITY}))
-        print(write(sys.argv[1], 2))
+        state = shardstore.shard({{"layer/w": torch.ones(2, 300_000)}})
+        try:
+            shardstore.save(state, sys.argv[1])
+        except shardstore.CheckpointingException as error:
+            print(error)
         print(os.listdir(os.path.dirname(sys.argv[1])))
         """
-    )
-    done = run_to_end([sys.executable, "-c", script, tmp_path / "ckpt"], check=True)
+    command = [sys.executable, "-c", textwrap.dedent(script), tmp_path / "ckpt"]
+    done = run_to_end(command, check=True)
     assert "for key 'layer/w' failed: File too large" in done.stdout
     assert "raise the limit" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +28,9 @@ import torch
 
 import shardstore
 from shardstore import CheckpointingException, CheckpointManager, ShardedTensor
-from testing.s3_proxy import Fault, FaultProxy, Kills
+from testing.s3_proxy import Fault, FaultProxy
+from testing.s3_servers import radosgw
+from tests.helpers.deaths import Kills
 
 LIMIT_S = 240
 WRITES = "write,pwrite64,?pwritev,?pwritev2,writev,fallocate,ftruncate"
@@ -272,3 +278,62 @@ def judged(place: Place, operation: str, outcome: str, text: str) -> tuple[str, 
     if place.proxy is None and (names := [n for n in os.listdir(place.root) if n[:5] != "step-"]):
         return outcome, f"left behind: {names}"
     return outcome, ""
+
+
+OPERATIONS = ["first", "overwrite", "later", "base", "delete", "retain"]
+POINTS = [
+    "mkdir", "rename", "unlink", "rmdir", "openat", "fallocate", "pwrite64", "syncfs",
+    "fsync", "getdents64",
+]  # fmt: skip
+
+
+def strike_all(times: str, seed: str, only: str) -> bool:
+    """Strike so often, print a table and one line; return whether anything was lost.
+
+    Args:
+        times: how often.
+        seed: repeats the faults of a run.
+        only: ``disk`` or ``s3``; empty: every fourth fault on S3, if ``scripts/s3_server`` runs.
+    """
+    server = None if only == "disk" else radosgw()
+    chance = random.Random(int(seed))
+    table: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    problems, began = [], time.monotonic()
+    proxy = None if server is None else FaultProxy(server.endpoint_url)
+    bucket = "" if server is None else server.new_bucket()
+    if proxy is not None:
+        proxy.start()
+    for number in range(int(times)):
+        operation = OPERATIONS[number % len(OPERATIONS)]
+        on_s3 = proxy is not None and (only == "s3" or number % 4 == 3)
+        kinds = list(S3) if on_s3 else list(DISK)
+        # A silent server costs 15 s each time.
+        weights = [1 if kind == "silent" else 4 for kind in kinds]
+        kind, at = chance.choices(kinds, weights)[0], chance.randrange(40)
+        if on_s3:
+            assert server is not None
+            assert proxy is not None
+            fault = chance.choice(S3[kind]) if S3[kind] else None
+            point = fault.name if fault else "request"
+            options = server.at(proxy.endpoint_url).storage_options
+            place = Place(f"s3://{bucket}/{number}", options, proxy)
+            outcome, wrong = strike_s3(operation, fault, at, place)
+        else:
+            point, at = chance.choice(POINTS), 1 + at % 8
+            folder = Path(tempfile.mkdtemp(prefix="faults-"))
+            outcome, wrong = strike_disk(kind, operation, point, at, folder)
+            shutil.rmtree(folder)
+        table["S3" if on_s3 else "disk", kind][outcome] += 1
+        if wrong:
+            problems.append(wrong)
+            print(f"fault {number} ({kind}, {operation}, {point} {at}): {wrong}", flush=True)
+    if proxy is not None:
+        proxy.stop()
+    outcomes = ("died", "refused", "done", "failed", "hung")
+    print(f"{'place':6}{'fault':12}" + "".join(f"{name:>9}" for name in outcomes))
+    for (where, kind), counts in sorted(table.items()):
+        print(f"{where:6}{kind:12}" + "".join(f"{counts[name]:9}" for name in outcomes))
+    seconds = time.monotonic() - began
+    said = f"{len(problems)} with a loss" if problems else "nothing lost"
+    print(f"{times} faults, seed {seed}, {seconds:.0f} s: {said}")
+    return bool(problems)
