@@ -279,7 +279,7 @@ def check_reports(reports: Sequence[Report], ranks: Sequence[int]) -> None:
 
 
 def _samples(reports: Sequence[Report], ranks: Sequence[int]) -> Iterable[_Held]:
-    """Return the shards of one of the keys that have the same cuts in the same order of ranks."""
+    """Return the shards of one key out of each set of keys that all ranks cut in the same way."""
     known: dict[tuple[Any, ...], int] = {}
     cuts_of: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
     for keys, numbers, cuts in chain.from_iterable(reports):
@@ -423,8 +423,8 @@ def find_tiling_fault(
     """
 
     def sweep(numbers: Iterable[int], region: tuple[tuple[int, int], ...]) -> TilingFault | None:
-        """Check a region, which is cut out along the first axes, and which these boxes span
-        there."""
+        """Check a region. It is bounded along the first axes only, and all boxes in ``numbers``
+        span it along these axes."""
         axis = len(region)
         if axis == len(global_shape):
             shards = tuple(numbers)
