@@ -129,7 +129,8 @@ def async_save(
 
 
 class Running(Protocol):
-    """What a handle knows of its save, see :class:`~shardstore.saving.session.SaveSession`."""
+    """The part of a save that a handle uses, see
+    :class:`~shardstore.saving.session.SaveSession`."""
 
     target: Location
     record: dict[str, Any]

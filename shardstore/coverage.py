@@ -82,7 +82,7 @@ def is_empty_range(tensor: ShardedTensor) -> bool:
     return tensor.flattened_range is not None and data_shape(tensor) == (0,)
 
 
-def not_alone(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+def needing_layouts(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     """Return the shards that a rank cannot plan without the layouts of other ranks: the main
     replicas of irregular cuts and flattened ranges."""
     found = []
@@ -98,7 +98,7 @@ def merge_layouts(reports: Sequence[Report], ranks: Sequence[int]) -> Layouts:
     """Merge the reports of all ranks.
 
     Args:
-        reports: each rank's report of its shards that are :func:`not_alone`, in the order of
+        reports: each rank's report of its shards that are :func:`needing_layouts`, in the order of
             ``ranks``.
         ranks: the ranks.
 
@@ -145,7 +145,7 @@ def _flat_ranges(held: _Held) -> dict[Box, list[FlatRange]]:
         if fault is None:
             continue
         key, ranks = held[0][1].key, [ranges[number].rank for number in fault.shards]
-        many = f"are held by {len(ranks)} main replicas, on ranks {_shown(ranks)}"
+        many = f"are held by {len(ranks)} main replicas, on ranks {_first_ranks(ranks)}"
         raise AccessPatternError(
             "Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
             f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly "
@@ -279,7 +279,7 @@ def check_reports(reports: Sequence[Report], ranks: Sequence[int]) -> None:
 
 
 def _samples(reports: Sequence[Report], ranks: Sequence[int]) -> Iterable[_Held]:
-    """Return the shards of one of the keys that have the same cuts in the same order of ranks."""
+    """Return the shards of one key out of each set of keys that all ranks cut in the same way."""
     known: dict[tuple[Any, ...], int] = {}
     cuts_of: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
     for keys, numbers, cuts in chain.from_iterable(reports):
@@ -313,13 +313,13 @@ def _check_cover(held: _Held) -> None:
     fault = find_tiling_fault([box for box, _ in tiles], sample.global_shape)
     if fault is not None:
         ranks = [rank for number in fault.shards for rank in tiles[number][1]]
-        many = f"has {len(ranks)} main replicas, on ranks {_shown(ranks)}"
+        many = f"has {len(ranks)} main replicas, on ranks {_first_ranks(ranks)}"
         example: object = sample.without_data()
         if isinstance(sample, ShardedObject):
             example = replace(sample, global_offset=fault.offset).unique_key
         raise AccessPatternError(
             f"Invalid access pattern for {sample.key!r}, of global shape {sample.global_shape} and "
-            f"held by ranks {_shown(rank for rank, _ in held)}: the region at offset "
+            f"held by ranks {_first_ranks(rank for rank, _ in held)}: the region at offset "
             f"{fault.offset} of shape {fault.shape} "
             f"{many if ranks else 'has no main replica on any rank'}. Each element must belong to "
             "exactly one shard with replica_id 0; check offsets and replica ids. One of the "
@@ -364,12 +364,12 @@ def _check_same(held: _Held, agreed: Mapping[str, type[CheckpointingException]] 
 def digest_of(shards: Iterable[Any]) -> bytes:
     """Return a digest of what a rank says about each tensor and object. It is equal on ranks that
     hold different parts, or replicas, of the same ones."""
-    said = {
+    descriptions = {
         repr((item.key, [getattr(item, name, None) for name in _AGREED]))
         for item in shards
         if isinstance(item, ShardedTensor | ShardedObject)
     }
-    return xxhash.xxh3_128_digest("".join(sorted(said)).encode())
+    return xxhash.xxh3_128_digest("".join(sorted(descriptions)).encode())
 
 
 def check_same(reports: Sequence[Report], ranks: Sequence[int]) -> None:
@@ -386,7 +386,7 @@ def check_same(reports: Sequence[Report], ranks: Sequence[int]) -> None:
         _check_same(held, dict.fromkeys(_AGREED, AccessPatternError))
 
 
-def _shown(ranks: Iterable[int]) -> list[int]:
+def _first_ranks(ranks: Iterable[int]) -> list[int]:
     """Return ranks for an error text, at most 16 of them."""
     return sorted(set(ranks))[:16]
 
@@ -423,8 +423,8 @@ def find_tiling_fault(
     """
 
     def sweep(numbers: Iterable[int], region: tuple[tuple[int, int], ...]) -> TilingFault | None:
-        """Check a region, which is cut out along the first axes, and which these boxes span
-        there."""
+        """Check a region. It is bounded along the first axes only, and all boxes in ``numbers``
+        span it along these axes."""
         axis = len(region)
         if axis == len(global_shape):
             shards = tuple(numbers)

@@ -212,7 +212,8 @@ class PlainZarrSaveStrategy(ZarrSaveShardedStrategy):
 
 
 class TorchDistSaveStrategy(dcp_strategies.TorchDistSaveShardedStrategy):
-    """Takes its place after :func:`install` with ``"torch_dist"``.
+    """Takes the place of ``TorchDistSaveShardedStrategy`` after :func:`install` with the format
+    ``"torch_dist"``.
 
     By default, each rank writes as many files as in the installed Megatron-Core.
     """

@@ -114,7 +114,8 @@ class Meter:
         self.now = Progress(operation, "begin", url)
         self._callback = callback
         self._lock = threading.Lock()
-        self._tell()
+        if callback is not None:
+            self._tell()
 
     @property
     def is_watched(self) -> bool:

@@ -148,27 +148,30 @@ def validate_integrity_and_strict_load(
             )
     if validate_access_integrity:
         validate_sharding_integrity(global_metadata or [])
-    asked = {item.key for one_rank in global_metadata or () for item in one_rank}
+    requested = {item.key for one_rank in global_metadata or () for item in one_rank}
     stored = {item.key for item in (ckpt_sharded_metadata or {}).values()}
-    return compare_keys(sharded_state_dict, strict, asked, stored)
+    return compare_keys(sharded_state_dict, strict, requested, stored)
 
 
 def compare_keys(
-    sharded_state_dict: ShardedStateDict, strict: StrictHandling, asked: set[str], stored: set[str]
+    sharded_state_dict: ShardedStateDict,
+    strict: StrictHandling,
+    requested: set[str],
+    stored: set[str],
 ) -> tuple[ShardedStateDict, set[str], set[str]]:
     """Compare the keys of a state dict with those of the checkpoint, and handle differences.
 
     Args:
         sharded_state_dict: the state dict of this rank.
         strict: how to handle keys that do not match.
-        asked: keys in the state dicts of all ranks, if the mode needs them.
+        requested: keys in the state dicts of all ranks, if the mode needs them.
         stored: keys in the checkpoint.
     """
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         return sharded_state_dict, set(), set()
     own = (v for v in nested_values(sharded_state_dict) if isinstance(v, _SHARDS))
     unexpected = {item.key for item in own} - stored
-    missing = stored - asked if StrictHandling.requires_global_app_metadata(strict) else set()
+    missing = stored - requested if StrictHandling.requires_global_app_metadata(strict) else set()
     report_keys(strict, missing, unexpected)
     if unexpected:
         _, sharded_state_dict = extract_matching_values(
@@ -434,14 +437,14 @@ def validate_sharding_integrity(
     """
     ranks = Ranks.current()
     if common_state_dict is not None and ranks.world_size > 1:
-        mine, said = ranks.step(
+        mine, theirs = ranks.step(
             "comparing the common values with those of rank 0",
             lambda: comparable(common_state_dict),
             lambda mine: pickled(mine) if ranks.is_coordinator else b"",
             lambda reports: reports[0],
         )
         if not ranks.is_coordinator:
-            compare_common(mine, said, ranks)
+            compare_common(mine, theirs, ranks)
     if ranks.is_coordinator:
         reports = [report_shards(shards) for shards in global_metadata]
         check_reports(reports, range(len(reports)))

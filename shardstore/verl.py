@@ -119,8 +119,10 @@ class _Manager(_Verl):  # type: ignore[misc]
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Load from a folder or URL what the contents to load name. A rank that the saved run did
-        not have keeps its random state. Every rank calls it; nothing is deleted.
+        """Load the parts that ``checkpoint_load_contents`` names from a folder or URL.
+
+        A rank that the saved run did not have keeps its random state. Every rank calls it; nothing
+        is deleted.
 
         Raises:
             CheckpointingException: see :func:`shardstore.load`.

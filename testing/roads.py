@@ -7,6 +7,7 @@ that call themselves with a dict. ``--names`` lists the functions.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import tempfile
@@ -72,7 +73,10 @@ def _name(code: CodeType) -> str:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name[0] != "<"
+    """Whether a named function of the package runs: no module, class body or lambda."""
+    code = frame.f_code
+    is_function = code.co_name[0] != "<" and code.co_flags & inspect.CO_OPTIMIZED
+    return bool(is_function) and code.co_filename.startswith(PACKAGE)
 
 
 def roads(root: str) -> dict[str, Callable[[], object]]:

@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 class Background:
     """Saves by ``dcp.async_save``, one at a time.
 
-    The next save waits for the last one and raises its error. The end of the program waits too;
-    after an error it prints it and exits with 1. In a program that has only ``dcp.save``
-    (:meth:`changes`), whatever else could rely on a save waits as well: the next load through DCP,
-    the deletion of a folder by ``shutil.rmtree``, which is how trainers delete older checkpoints,
-    and the end of the process group.
+    The next save waits for the last one and raises its error. The end of the program waits too; if
+    the save failed, it prints the error, and the exit code is 1. In a program that has only
+    ``dcp.save`` (:meth:`changes`), all other operations that could rely on a save wait as well: the
+    next load through DCP, the deletion of a folder by ``shutil.rmtree``, which is how trainers
+    delete older checkpoints, and the end of the process group.
 
     There, ``shutil.rmtree`` keeps the last checkpoint that the process saved or loaded, because
     some trainers delete it before they save the next one. A checkpoint is a folder that DCP saves
@@ -122,8 +122,8 @@ class Background:
         }
 
     def using(self, place: object) -> None:
-        """Wait for the last save, and take note of the place of a save or load that begins, if it
-        is a path. If a deletion there was put off, it is not made."""
+        """Wait for the last save. Record the place of the save or load that begins, if it is a
+        path, and cancel a postponed deletion of this place."""
         self.finish()
         if isinstance(place, str | os.PathLike):
             place = os.path.realpath(place)

@@ -209,7 +209,7 @@ class _FilesSave:
         what = f"planning the save to {self._url}"
         plan, answer = ranks.step(what, local, pickle.dumps, self._decide, error=self.failure)
         if session is not None:
-            session.plans = False
+            session.awaits_plan = False
         of_others = pickle.loads(answer)[ranks.members.index(ranks.rank)]
         self._items = [item for item in plan.items if item.index not in of_others]
 
@@ -344,7 +344,7 @@ class _FilesSave:
 
         session = self.session
         # An asynchronous save has other connections between the ranks than the plan had.
-        ranks = self._ranks if session is None else session.later
+        ranks = self._ranks if session is None else session.commit_ranks
         error = self.failure if session is None else session.failure
         what = f"saving to {self._url}"
         ranks.step(what, work, lambda _: pickle.dumps(self._written), decide, error=error)

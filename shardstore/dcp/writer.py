@@ -32,7 +32,7 @@ from shardstore.coverage import (
     as_flat_range,
     is_first,
     merge_layouts,
-    not_alone,
+    needing_layouts,
     report_shards,
 )
 from shardstore.dcp.reader import Placed
@@ -148,7 +148,7 @@ def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> Layouts:
         are_flat = are_rows and grid_of(shape, boxes, size, options.target_chunk_bytes)[2]
         for rank, shard in shards:
             by_rank[rank].append(as_flat_range(shard) if are_flat else shard)
-    reports = [report_shards(not_alone(shards)) for shards in by_rank]
+    reports = [report_shards(needing_layouts(shards)) for shards in by_rank]
     return merge_layouts(reports, range(len(reports)))
 
 

@@ -45,7 +45,14 @@ from shardstore.distributed.groups import (
     listed,
     require_group,
 )
-from shardstore.distributed.messages import GRACE_S, Asked, Channel, Message, attempt, connect_s
+from shardstore.distributed.messages import (
+    GRACE_S,
+    Channel,
+    Message,
+    PendingReceive,
+    attempt,
+    connect_s,
+)
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError
 
 logger = logging.getLogger(__name__)
@@ -295,8 +302,8 @@ class Ranks:
             if error is not None:
                 raise error
             return decide([report]) or b""
-        told = _Gathered([report], {} if error is None else {self.rank: described(error)})
-        status, body = self._meet(told, what, merge, decide)
+        gathered = _Gathered([report], {} if error is None else {self.rank: described(error)})
+        status, body = self._pass_on(gathered, what, merge, decide)
         if error is None and status != _OK:
             error = pickle.loads(body)
         if error is not None:
@@ -359,7 +366,9 @@ class Ranks:
 
     # -- up and down the tree ------------------------------------------------------------------
 
-    def _meet(self, told: _Gathered, what: str, merge: Merge | None, decide: Decide) -> Message:
+    def _pass_on(
+        self, gathered: _Gathered, what: str, merge: Merge | None, decide: Decide
+    ) -> Message:
         channel = self._channel
         assert channel is not None
         if not channel.is_connected:
@@ -370,22 +379,22 @@ class Ranks:
         above, below = self._neighbours(self.rank)
         answer, kept = None if above is None else channel.ask(above), len(channel.kept)
         until = monotonic() + self.deadline_s
-        for rank, asked in [(rank, channel.ask(rank)) for rank in below]:
+        for rank, pending in [(rank, channel.ask(rank)) for rank in below]:
             # A rank that receives reports may itself wait until the deadline.
             more_s = GRACE_S if self._neighbours(rank)[1] else 0
             left_s = until + more_s - monotonic()
-            said = attempt(partial(channel.receive, rank, asked, left_s))
-            if isinstance(said, RuntimeError):
-                told.add(_Gathered(failures=_no_answer([rank], said), broken=True))
+            message = attempt(partial(channel.receive, rank, pending, left_s))
+            if isinstance(message, RuntimeError):
+                gathered.add(_Gathered(failures=_no_answer([rank], message), broken=True))
             else:
-                told.add(_Gathered.from_bytes(said.body))
-        told.broken |= channel.is_broken
+                gathered.add(_Gathered.from_bytes(message.body))
+        gathered.broken |= channel.is_broken
         if above is None or answer is None:
-            verdict = _verdict(told, what, decide)
+            verdict = _verdict(gathered, what, decide)
             if verdict.status == _BROKEN:
                 verdict = Message(_BROKEN, channel.post(verdict.body))
         else:
-            verdict = self._ask(channel, above, answer, told.to_bytes(merge), what)
+            verdict = self._ask(channel, above, answer, gathered.to_bytes(merge), what)
         begun = [(rank, channel.begin(rank, verdict)) for rank in below]
         sent = {r: attempt(partial(channel.sent, works, self._patience_s)) for r, works in begun}
         if lost := [f"{rank} ({_first_line(error)})" for rank, error in sent.items() if error]:
@@ -403,10 +412,12 @@ class Ranks:
         above, below = neighbours(self.members.index(rank), self.world_size)
         return None if above is None else self.members[above], [self.members[n] for n in below]
 
-    def _ask(self, channel: Channel, above: int, answer: Asked, told: bytes, what: str) -> Message:
+    def _ask(
+        self, channel: Channel, above: int, answer: PendingReceive, gathered: bytes, what: str
+    ) -> Message:
         """Report to the rank above, and wait for the coordinator's answer."""
         try:
-            channel.sent(channel.begin(above, Message(_OK, told)), self._patience_s)
+            channel.sent(channel.begin(above, Message(_OK, gathered)), self._patience_s)
             return channel.receive(above, answer, self._patience_s)
         except RuntimeError as problem:
             posted = channel.posted(GRACE_S)
@@ -496,13 +507,13 @@ class Ranks:
             ) from problem
 
 
-def _verdict(told: _Gathered, what: str, decide: Decide) -> Message:
+def _verdict(gathered: _Gathered, what: str, decide: Decide) -> Message:
     """Return the coordinator's answer to the reports and failures of all ranks."""
-    if told.failures:
-        failure = pickle.dumps(_failure(what, told.failures))
-        return Message(_BROKEN if told.broken else _ERROR, failure)
+    if gathered.failures:
+        failure = pickle.dumps(_failure(what, gathered.failures))
+        return Message(_BROKEN if gathered.broken else _ERROR, failure)
     try:
-        return Message(_OK, decide(told.reports) or b"")
+        return Message(_OK, decide(gathered.reports) or b"")
     except Exception as problem:
         with suppress(Exception):  # pickling an attribute of the error may raise any exception
             body = pickle.dumps(problem)

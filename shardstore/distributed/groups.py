@@ -79,9 +79,9 @@ def largest(numbers: list[int], group: Group = None) -> list[int]:
     as many numbers, and waits for all."""
     if group_size(group) == 1:
         return numbers
-    said = torch.tensor(numbers, dtype=torch.int64, device=exchange_device(group))
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
-    return said.tolist()
+    reduced = torch.tensor(numbers, dtype=torch.int64, device=exchange_device(group))
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    return reduced.tolist()
 
 
 def gathered(value: T, group: Group = None) -> list[T]:

@@ -50,7 +50,7 @@ that no rank waits for must not arrive as a report."""
 Begun: TypeAlias = "list[dist.Work] | RuntimeError"
 """Operations in progress with a rank, which have ended when the last one has, or the error that
 prevented them."""
-Asked: TypeAlias = "tuple[NDArray[np.uint8], Begun]"
+PendingReceive: TypeAlias = "tuple[NDArray[np.uint8], Begun]"
 """A receive buffer, and the operation that fills it."""
 
 
@@ -281,14 +281,14 @@ class Channel:
         self.sent(begun, wait_s)
         self._short(rank, np.zeros(1, np.uint8), _ACKNOWLEDGEMENTS)
 
-    def ask(self, rank: int) -> Asked:
+    def ask(self, rank: int) -> PendingReceive:
         """Post a buffer for the next message of a rank. :meth:`receive` raises its error."""
         buffer = np.empty(_HEAD_BYTES, np.uint8)
         return buffer, attempt(lambda: [self._move(rank, buffer, _REPORTS, receive=True)])
 
-    def receive(self, rank: int, asked: Asked, wait_s: float) -> Message:
+    def receive(self, rank: int, pending: PendingReceive, wait_s: float) -> Message:
         """Wait for the message of a posted buffer."""
-        head, begun = asked
+        head, begun = pending
         self.sent(begun, wait_s)
         status, size = _HEAD.unpack_from(head.tobytes())
         if size <= _INLINE_BYTES:

@@ -118,8 +118,8 @@ def plan_reads(
     for tensor in tensors:
         meta = _find_array(arrays, tensor, url, cast)
         plan[id(tensor)] = _plan_read(tensor, meta, tied=tied.get(id(tensor), ""))
-        if cast == "warn" and meta.dtype != (asked := dtypes.zarr_name(tensor.dtype)):
-            differing.append(f"{tensor.key!r} ({meta.dtype} as {asked})")
+        if cast == "warn" and meta.dtype != (requested := dtypes.zarr_name(tensor.dtype)):
+            differing.append(f"{tensor.key!r} ({meta.dtype} as {requested})")
     if differing:
         text = "%d tensors of %s are stored in another data type and are cast, such as %s"
         logger.warning(text, len(differing), url, differing[0])
@@ -226,15 +226,17 @@ def missing_key(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -
     )
 
 
-def require_cast(key: str, stored: torch.dtype, asked: torch.dtype, url: str, cast: object) -> None:
+def require_cast(
+    key: str, stored: torch.dtype, requested: torch.dtype, url: str, cast: object
+) -> None:
     """Raise an error unless a tensor may be filled with values of another data type.
 
     Within a kind (float64 to float16, int64 to int8), values out of range are converted as by
     ``copy_``.
     """
-    names = [str(dtype).removeprefix("torch.") for dtype in (stored, asked)]
+    names = [str(dtype).removeprefix("torch.") for dtype in (stored, requested)]
     remedy = "cast=True does not allow this cast, because it loses more than precision:"
-    if torch.can_cast(stored, asked) and dtypes.PACKED.isdisjoint(names):
+    if torch.can_cast(stored, requested) and dtypes.PACKED.isdisjoint(names):
         if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"

@@ -295,10 +295,10 @@ def _agreed(context: LoadContext, wanted: list[_ChunkId]) -> tuple[int, _Holders
     every rank. The ranks send their chunks only if not all of them want the same."""
     limit_bytes = max(1, min(ROUND_BYTES, context.budget_bytes // ROUND_BUFFERS))
     digest = xxhash.xxh3_64_intdigest(pickle.dumps((context.stored.location.url, wanted)))
-    told = gathered((digest, limit_bytes), context.group)
-    limit_bytes = min(limit for _, limit in told)
-    if len({digest for digest, _ in told}) == 1:
-        everyone = list(range(len(told)))
+    reports = gathered((digest, limit_bytes), context.group)
+    limit_bytes = min(limit for _, limit in reports)
+    if len({digest for digest, _ in reports}) == 1:
+        everyone = list(range(len(reports)))
         return limit_bytes, dict.fromkeys(wanted, everyone)
     holders: _Holders = {}
     for rank, chunks in enumerate(gathered(wanted, context.group)):

@@ -222,8 +222,8 @@ def causes(
     text = str(problem) if isinstance(problem, kinds) else others
 
     def decide(reports: list[bytes]) -> bytes:
-        told = dict.fromkeys(json.loads(report) for report in reports)
-        texts = [] if None in told else [text for text in told if text]
+        given = dict.fromkeys(json.loads(report) for report in reports)
+        texts = [] if None in given else [text for text in given if text]
         return json.dumps(texts[:SHOWN]).encode()
 
     found: list[str] = json.loads(

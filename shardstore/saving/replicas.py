@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import xxhash
 
@@ -177,7 +177,8 @@ def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
     for item in shards:
         if isinstance(item, ShardedTensor) or (objects and isinstance(item, ShardedObject)):
             name = item.key if isinstance(item, ShardedTensor) else item.unique_key
-            empty = isinstance(item, ShardedTensor) and is_empty_range(item)
+            is_flat = isinstance(item, ShardedTensor) and item.flattened_range is not None
+            empty = is_flat and is_empty_range(cast(ShardedTensor, item))
             if not (empty and 0 in item.global_shape):
                 (copied if empty or not is_main_replica(item.replica_id) else main).add(name)
     return sorted(copied - main)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import xxhash
 
-from shardstore.coverage import check_same, digest_of, not_alone, report_shards
+from shardstore.coverage import check_same, digest_of, needing_layouts, report_shards
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt, has_dtensors
@@ -38,7 +38,7 @@ from shardstore.mapping import (
 )
 from shardstore.saving import plain, replicas
 from shardstore.saving.plain import PlainValues
-from shardstore.saving.session import Agreement, Part, SaveSession, Strategies
+from shardstore.saving.session import Agreement, SaveSession, SplitState, Strategies
 from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
@@ -66,7 +66,7 @@ class SaveRequest:
         ranks: the ranks of the save.
         options: options of the save.
         strategies: the strategies; ``None`` only with an error.
-        background: see :class:`Part`.
+        background: see :class:`SplitState`.
         error: an error in other arguments of this rank; every rank raises it.
 
     :func:`shardstore.save` describes all others.
@@ -114,7 +114,7 @@ class Started(NamedTuple):
     """A save that every rank has begun."""
 
     session: SaveSession
-    part: Part
+    part: SplitState
 
 
 def begin(request: SaveRequest) -> Started:
@@ -129,9 +129,9 @@ def begin(request: SaveRequest) -> Started:
         return _begin_together(request)
     part = split_state(request)
     agreed = Agreement(
-        exchange_layouts=bool(not_alone(part.tensors)),
+        exchange_layouts=bool(needing_layouts(part.tensors)),
         base_documents=None if part.base is None else read_base(part.base),
-        tellers=(request.ranks.rank,),
+        copy_reporters=(request.ranks.rank,),
     )
     attempt = checkpoints.begin(part.target, part.options)
     try:
@@ -141,7 +141,7 @@ def begin(request: SaveRequest) -> Started:
         raise
 
 
-def split_state(request: SaveRequest, *, arrays: bool = False) -> Part:
+def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     """Check the arguments, build factories, and split the state. It waits for no rank.
 
     Args:
@@ -177,7 +177,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> Part:
     about = About(common_backend=values, sharded_backend=tensors or ("", 0))
     if request.content_metadata is not None:
         about = _with_content(about, request.content_metadata, split)
-    part = Part(
+    part = SplitState(
         target=target,
         options=options,
         shards=[shard for _, shard in split.shards],
@@ -217,7 +217,7 @@ def _with_content(about: About, content: object, split: StateSplit) -> About:
     return replace(about, attributes={name: _attributes(content)})
 
 
-def write_common(session: SaveSession, part: Part) -> None:
+def write_common(session: SaveSession, part: SplitState) -> None:
     """Compare the common values with the coordinator's. Write them, and the sharded objects."""
     sharded_strategy, common_strategy = part.strategies
     agreed = session.agreed
@@ -241,7 +241,7 @@ def write_common(session: SaveSession, part: Part) -> None:
         session.failure = problem
 
 
-def write_sharded(session: SaveSession, part: Part) -> AsyncRequest | None:
+def write_sharded(session: SaveSession, part: SplitState) -> AsyncRequest | None:
     """Write the tensors. For an asynchronous save, return the request."""
     strategy, _ = part.strategies
     method = "save" if part.background is None else "async_save"
@@ -294,7 +294,7 @@ def _begin_together(request: SaveRequest) -> Started:
 class _Agreed(NamedTuple):
     """This rank's part, and the agreement of all ranks."""
 
-    part: Part
+    part: SplitState
     agreement: Agreement
 
 
@@ -339,12 +339,12 @@ class _Opening(NamedTuple):
     group: replicas.GroupReport | None
 
     @classmethod
-    def of(cls, part: Part, ranks: Ranks) -> _Opening:
+    def of(cls, part: SplitState, ranks: Ranks) -> _Opening:
         """Return this rank's report."""
         return cls(
             f"to {part.target.url} with base={part.base and part.base.url}",
             digest_of(part.shards) if part.options.validate_access_integrity else b"",
-            bool(not_alone(part.tensors)),
+            bool(needing_layouts(part.tensors)),
             None if part.plain is None else part.plain.report(),
             xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
             claims(part.shards),
@@ -389,15 +389,15 @@ class _Desk:
     """
 
     ranks: Ranks
-    part: Part | None = None
+    part: SplitState | None = None
     openings: dict[int, _Opening] = field(default_factory=dict)
     attempt: Attempt | None = None
 
     def decide(self, reports: list[bytes]) -> bytes:
         """Return the answer to the reports, for :func:`_read_answer`."""
         self.openings = dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
-        told = [one.plain for one in self.openings.values() if one.plain is not None]
-        if plain.must_be_arrays(told):
+        of_values = [one.plain for one in self.openings.values() if one.plain is not None]
+        if plain.must_be_arrays(of_values):
             return _answer(None)
         first = {one.described: rank for rank, one in reversed(self.openings.items())}
         return _answer(self._agreed() if len(first) == 1 else _Differing(set(first.values())))
@@ -421,16 +421,18 @@ class _Desk:
                 )
         part.target.require_shared(len(openings))
         common, digests = b"", None
-        told = [opening.plain for opening in openings.values() if opening.plain is not None]
-        if part.plain is not None and any(report.has_shards for report in told):
+        of_values = [opening.plain for opening in openings.values() if opening.plain is not None]
+        if part.plain is not None and any(report.has_shards for report in of_values):
             if part.plain.compared is not None:
                 common = pickled(comparable(part.plain.compared))
-        elif part.plain is not None and len({report.values for report in told}) > 1:
+        elif part.plain is not None and len({report.values for report in of_values}) > 1:
             digests = part.plain.digests
         base = None if part.base is None else read_base(part.base)
         self.attempt = checkpoints.begin(part.target, part.options)
         # The first rank with each set of copies.
-        tellers = {one.copies: rank for rank, one in reversed(openings.items()) if one.copies}
+        copy_reporters = {
+            one.copies: rank for rank, one in reversed(openings.items()) if one.copies
+        }
         return Agreement(
             attempt_id=self.attempt.id,
             exchange_layouts=any(opening.needs_layouts for opening in openings.values()),
@@ -438,6 +440,6 @@ class _Desk:
             digests=digests,
             base_documents=base,
             shares=replicas.agree_on_groups(opening.group for opening in openings.values()),
-            tellers=tuple(tellers.values()),
+            copy_reporters=tuple(copy_reporters.values()),
             owners=decide_claims({rank: opening.claims for rank, opening in openings.items()}),
         )

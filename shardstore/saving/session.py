@@ -27,7 +27,7 @@ from shardstore.coverage import (
     check_reports,
     keys_of,
     merge_layouts,
-    not_alone,
+    needing_layouts,
     report_shards,
 )
 from shardstore.dict_utils import Path
@@ -73,7 +73,7 @@ class Strategies(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Part:
+class SplitState:
     """One rank's part of a save.
 
     Attributes:
@@ -127,13 +127,13 @@ class Agreement:
             and the values of the ranks differ.
         base_documents: documents of the checkpoint whose chunks are reused.
         shares: groups that divide the writing, see :func:`replicas.agree_on_groups`.
-        tellers: ranks that report their copies: the first rank with each set of copies.
+        copy_reporters: ranks that report their copies: the first rank with each set of copies.
         owners: the writer of each claimed shard, see :func:`decide_claims`.
     """
 
     exchange_layouts: bool
     base_documents: Mapping[str, bytes] | None
-    tellers: Sequence[int]
+    copy_reporters: Sequence[int]
     attempt_id: str = ""
     common: bytes = b""
     digests: Mapping[Path, bytes] | None = None
@@ -146,11 +146,11 @@ class SaveSession:
 
     Attributes:
         ranks: the ranks of the save.
-        later: the same ranks, over the connections of the steps after planning.
+        commit_ranks: the same ranks, over the connections of the steps after planning.
         target: the target of the save.
         options: options of the save; a strategy may replace some of them.
         about: further content of the root document.
-        background, verify_integrity: see :class:`Part`.
+        background, verify_integrity: see :class:`SplitState`.
         attempt: the attempt that is written and committed.
         agreed: the agreement of the ranks.
         manifest: the arrays, chunks and files that this rank wrote.
@@ -159,23 +159,23 @@ class SaveSession:
             writes one.
         failure: an error of this rank, which prevents the commit.
         planning: name of the planning step, for error texts.
-        plans: whether the ranks exchange layouts before they write.
+        awaits_plan: whether the ranks have yet to meet to plan.
         base: the checkpoint whose chunks are reused, ``None`` without one.
-        shared: the shards whose chunks this rank's group divides.
+        shared_writes: the shards whose chunks this rank's group divides.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: the commit record (bytes, chunks, seconds); empty before the commit.
         meter: counts for a progress callback.
     """
 
-    def __init__(self, ranks: Ranks, part: Part, agreed: Agreement, attempt: Attempt) -> None:
+    def __init__(self, ranks: Ranks, part: SplitState, agreed: Agreement, attempt: Attempt) -> None:
         self.ranks = ranks
-        self.later = ranks.over(part.background) if part.background else ranks
+        self.commit_ranks = ranks.over(part.background) if part.background else ranks
         # Not the part itself, which refers to the caller's tensors.
         self.target, self.options, self.about = part.target, part.options, part.about
         self.background, self.verify_integrity = part.background, part.verify_integrity
         self.attempt, self.agreed = attempt, agreed
         self.manifest = RankManifest(ranks.rank)
-        if ranks.rank in agreed.tellers:
+        if ranks.rank in agreed.copy_reporters:
             self.manifest.copies = part.copies
         self.files = Files(attempt, self.manifest, part.options.budget_bytes)
         callback = part.options.progress
@@ -185,14 +185,14 @@ class SaveSession:
         self.base = None
         if part.base is not None:
             self.base = StoredCheckpoint(part.base, documents=agreed.base_documents)
-        self.shared = replicas.SharedWrites()
+        self.shared_writes = replicas.SharedWrites()
         if agreed.shares:
             group = part.options.replica_group
-            self.shared = replicas.accepted(part.tensors, group, agreed.shares, ranks.rank)
+            self.shared_writes = replicas.accepted(part.tensors, group, agreed.shares, ranks.rank)
         self.zarr_format: int | None = None
         self.failure: BaseException | None = None
         meets = getattr(part.strategies[0], "meets_to_plan", "never")
-        self.plans = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
+        self.awaits_plan = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
         self.staging: Staging | None = None
         self.record: dict[str, Any] = {}
         self.planning = f"planning the save to {part.target.url}"
@@ -206,7 +206,7 @@ class SaveSession:
     def rest(self, request: AsyncRequest | None) -> AsyncRequest:
         """Return the request that writes and commits an asynchronous save. It raises errors, which
         only this rank would see before. ``request``: what the strategy returned."""
-        if self.failure is not None and self.plans and not self.ranks.failed:
+        if self.failure is not None and self.awaits_plan and not self.ranks.failed:
             with suppress(Exception):  # other ranks wait for this one's plan
                 self.ranks.together(what=self.planning, error=self.failure)
         request = request or AsyncRequest(None, (), [])
@@ -233,7 +233,7 @@ class SaveSession:
         pieces are sent, so that no rank waits for one that could not plan."""
         if not self.agreed.exchange_layouts:
             return nullcontext()
-        self.plans = False
+        self.awaits_plan = False
         return self.ranks.meet(self.planning)
 
     @cached_property
@@ -265,7 +265,8 @@ class SaveSession:
 
     def _written(self, item: ChunkWrite, record: ChunkRecord) -> None:
         self.manifest.add_chunk(item.array, item.index, record)
-        self.meter.count(item.array.chunk_bytes)
+        if self.meter.is_watched:
+            self.meter.count(item.array.chunk_bytes)
         if self.failure is not None:
             raise self.failure
 
@@ -296,9 +297,9 @@ class SaveSession:
         try:
             if self.failure is not None:
                 if not self.ranks.failed:  # else no rank begins a further step
-                    self.later.together(what=what, error=self.failure)
+                    self.commit_ranks.together(what=what, error=self.failure)
                 raise self.failure
-            with self.later.meet(what, self._commit, join) as meeting:
+            with self.commit_ranks.meet(what, self._commit, join) as meeting:
                 meeting.report = self._report()
             self.record = json.loads(meeting.answer)
         except BaseException:
@@ -309,7 +310,7 @@ class SaveSession:
             self._log_commit()
         if self.verify_integrity:
             what = f"writing {INTEGRITY_NAME} of {self.target.url}"
-            self.later.together(what=what, decide=lambda _: write_integrity(self.target))
+            self.commit_ranks.together(what=what, decide=lambda _: write_integrity(self.target))
 
     def give_up(self) -> None:
         """Remove the attempt. The other ranks notice that this one has failed."""
@@ -397,7 +398,7 @@ def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> 
         return Layouts()
     with session.timed("exchange"):
         answer = session.ranks.together(
-            pickle.dumps(report_shards(not_alone(tensors))),
+            pickle.dumps(report_shards(needing_layouts(tensors))),
             what=session.planning,
             error=session.failure,
             decide=partial(_merged_layouts, session.ranks),

@@ -127,7 +127,11 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
             AccessPatternError, DTypeMismatchError, KeyNameError, StorageError: as
                 :func:`shardstore.save`.
         """
-        self._run(sharded_state_dict, checkpoint_dir, stages=False)
+        session = session_of(checkpoint_dir)
+        if session is None:
+            self._save_alone(sharded_state_dict, checkpoint_dir, background=None)
+        else:
+            write_chunks(session, self._plan(session, sharded_state_dict))
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -146,60 +150,55 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         Returns:
             A request: its function writes in a thread, its finalisation commits on every rank.
         """
-        return cast(AsyncRequest, self._run(sharded_state_dict, checkpoint_dir, stages=True))
+        session = session_of(checkpoint_dir)
+        if session is None:
+            request = self._save_alone(sharded_state_dict, checkpoint_dir, background="")
+            return cast(AsyncRequest, request)
+        return stage_chunks(session, self._plan(session, sharded_state_dict))
 
-    def _run(
-        self, state_dict: ShardedStateDict, place: str | Path | SaveSession, *, stages: bool
+    def _save_alone(
+        self, state_dict: ShardedStateDict, place: str | Path, *, background: str | None
     ) -> AsyncRequest | None:
-        """Write, or copy and return the request that writes."""
-        if (session := session_of(place)) is not None:
-            if self._given:
-                session.options = session.options.of_strategy(self._given)
-            session.zarr_format = 2 if self.version == V2_LAYOUT else 3
-            values = nested_values(state_dict)
-            tensors = [value for value in values if isinstance(value, ShardedTensor)]
-            layouts = exchange_layouts(session, tensors)
-            with session.plan_together():
-                plan = self._plan(session, tensors, layouts)
-            if stages:
-                return stage_chunks(session, plan)
-            write_chunks(session, plan)
-            return None
-        # The strategy is called directly: begin a save of the arrays only.
+        """Save the arrays only, as a checkpoint of their own."""
         state_dict, _ = extract_sharded_base(state_dict)  # a copy
         request = SaveRequest(
             state=state_dict,
-            checkpoint_dir=cast(Path, place),
+            checkpoint_dir=place,
             ranks=Ranks.current(),
             options=self.options,
             strategies=Strategies(self, None),
-            background="" if stages else None,
+            background=background,
         )
         return run_save(request).request
 
-    def _plan(
-        self, session: SaveSession, tensors: Sequence[ShardedTensor], layouts: coverage.Layouts
-    ) -> WritePlan:
-        """Plan the chunks of this rank."""
-        options, rank, is_v2 = session.options, session.ranks.rank, session.zarr_format == 2
-        if is_v2:
-            _check_v2(options)
-        with session.timed("plan"):
+    def _plan(self, session: SaveSession, state_dict: ShardedStateDict) -> WritePlan:
+        """Plan the chunks of this rank, and create the arrays."""
+        if self._given:
+            session.options = session.options.of_strategy(self._given)
+        options, is_v2 = session.options, self.version == V2_LAYOUT
+        session.zarr_format = 2 if is_v2 else 3
+        tensors = [one for one in nested_values(state_dict) if isinstance(one, ShardedTensor)]
+        layouts = exchange_layouts(session, tensors)
+        with session.plan_together(), session.timed("plan"):
+            if is_v2:
+                _check_v2(options)
             check_collisions(tensor.key for tensor in tensors)
             plan = plan_writes(
                 tensors,
-                rank,
+                session.ranks.rank,
                 options,
-                zarr_format=2 if is_v2 else 3,
+                zarr_format=session.zarr_format,
                 layouts=layouts,
-                shared=session.shared,
+                shared=session.shared_writes,
             )
             session.manifest.array_documents = options.array_documents
             _create_or_open_zarr_arrays(plan.tensors, session, plan.arrays)
-        written = plan.written(rank)
-        if is_v2:
-            session.attempt.announce({array.node for array in plan.arrays}, rank)
-        session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
+            if is_v2:
+                nodes = {array.node for array in plan.arrays}
+                session.attempt.announce(nodes, session.ranks.rank)
+            if session.meter.is_watched:
+                written = plan.written(session.ranks.rank)
+                session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
         return plan
 
 
@@ -296,7 +295,7 @@ def _create_or_open_zarr_arrays(
         return arrays
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
-    report = pickle.dumps(coverage.report_shards(coverage.not_alone(sharded_tensors)))
+    report = pickle.dumps(coverage.report_shards(coverage.needing_layouts(sharded_tensors)))
 
     def merged(reports: list[bytes]) -> bytes:
         parsed = [pickle.loads(one) for one in reports]

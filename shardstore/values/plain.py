@@ -109,7 +109,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _list(parts: Any) -> list[Any]:
-    """Return a list that a document holds. A range in its place would cost more than it weighs."""
+    """Return a list from a document. A range is refused, because a small one in the file can stand
+    for more items than memory holds."""
     if type(parts) is not list:
         raise TypeError(f"a {type(parts).__name__} is not a list")
     return parts

@@ -223,7 +223,7 @@ _MAKERS: dict[type, Callable[..., Any]] = {
     torch.Size: _of(torch.Size, tuple),
     torch.device: _of(torch.device, str, int),
 }
-"""What is called in the place of a class. The class itself may be a value."""
+"""Class -> function that is called instead of it. The class itself may be a value of a file."""
 _KNOWN: dict[str, Any] = {
     **{f"torch._utils.{function.__name__}": function for function in _REBUILD},
     **{_full_name(kind.__module__, kind.__name__): kind for kind in _MAKERS},

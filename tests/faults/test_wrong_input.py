@@ -27,7 +27,6 @@ from shardstore.errors import (
     NotACheckpointError,
     RanksError,
     ShapeMismatchError,
-    StorageError,
     UnsafeObjectError,
 )
 from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -310,14 +309,6 @@ def test_odd_keys_of_objects_are_stored_safely(tmp_path: Path) -> None:
     assert loaded == {**{key: key for key in ODD_KEYS}, "step": 1}
 
 
-def test_a_tensor_and_an_object_do_not_share_a_key(tmp_path: Path) -> None:
-    state = {**_one(), "o": ShardedObject("w", 1, (1,), (0,))}
-    error = raised(lambda: shardstore.save(state, tmp_path / "c"))
-    assert isinstance(error, AccessPatternError)
-    assert "'w'" in str(error)
-    assert remains(tmp_path) == []
-
-
 def _one(value: float = 1.0) -> dict[str, Any]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((3,), value)), "step": 1}
 
@@ -458,17 +449,3 @@ def test_a_bare_pickle_in_place_of_a_document_is_not_loaded(stored: Path) -> Non
     raised(lambda: shardstore.load(_one(), stored))
     raised(lambda: shardstore.load_common_state_dict(stored))
     assert not sprung.exists()
-
-
-def test_a_file_in_the_path_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    error = raised(lambda: shardstore.save(_one(), tmp_path / "file" / "c"))
-    assert isinstance(error, StorageError)
-    assert str(tmp_path / "file") in str(error)
-    assert "file is where a folder should be" in str(error)
-    assert remains(tmp_path) == ["file"]
-
-
-def test_an_unknown_url_scheme_is_an_error(tmp_path: Path) -> None:
-    raised(lambda: shardstore.save(_one(), "gopher://somewhere/c"))
-    raised(lambda: shardstore.load(_one(), "gopher://somewhere/c"))

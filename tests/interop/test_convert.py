@@ -335,6 +335,11 @@ HEADERS: dict[str, tuple[object, int]] = {
     "a gap at the beginning": ({"a": floats(4, 12)}, 12),
     "an empty tensor inside of another": ({"a": floats(0, 8), "b": floats(4, 4)}, 8),
     "an end before the beginning": ({"a": {**floats(0, 8), "data_offsets": [8, 0]}}, 8),
+    "fewer bytes than the shape": ({"a": {**floats(0, 8), "data_offsets": [0, 4]}}, 8),
+    "a negative shape": ({"a": {**floats(0, 8), "shape": [-2], "data_offsets": [0, -8]}}, 8),
+    "a negative offset": ({"a": {**floats(0, 8), "data_offsets": [-8, 0]}}, 8),
+    "no data type": ({"a": {"shape": [2], "data_offsets": [0, 8]}}, 8),
+    "a list": (["a"], 8),
 }
 
 
@@ -387,22 +392,6 @@ def test_tensors_that_an_index_leaves_out_are_named_once(
         (text,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert re.search(r"/m: the index leaves out 1 tensor.*'x'", text)
         assert "'a'" not in text
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
-        {"t": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}},
-        {"t": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
-        {"t": {"shape": [2], "data_offsets": [0, 8]}},
-        ["t"],
-    ],
-)
-def test_hostile_headers(tmp_path: Path, header: object) -> None:
-    path = put_file(tmp_path / "m.safetensors", header, 8)
-    with pytest.raises(DamagedCheckpointError):
-        convert(path, tmp_path / "c")
 
 
 def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import shardstore
 from shardstore import core, mapping, serialization
-from shardstore.errors import CheckpointingException, ChunkMissingError, ShapeMismatchError
+from shardstore.errors import ChunkMissingError, ShapeMismatchError
 from tests.golden import states
 from tests.helpers.ranks_helper import run_ranks
 
@@ -170,15 +170,6 @@ def test_a_missing_chunk_is_an_error(tmp_path: Path, chunk: str) -> None:
         key, torch.zeros(KEYS[key].global_shape, dtype=KEYS[key].dtype)
     )
     with pytest.raises(ChunkMissingError, match=key):
-        shardstore.load({"it": request}, str(tmp_path / "damaged"))
-
-
-def test_a_truncated_chunk_is_an_error(tmp_path: Path) -> None:
-    shutil.copytree(GOLDEN / "tp2dp2", tmp_path / "damaged")
-    chunk = tmp_path / "damaged" / "embedding.weight" / "1.0"
-    chunk.write_bytes(chunk.read_bytes()[:-1])
-    request = mapping.ShardedTensor.from_rank_offsets("embedding.weight", torch.zeros(12, 6))
-    with pytest.raises(CheckpointingException, match=r"embedding\.weight"):
         shardstore.load({"it": request}, str(tmp_path / "damaged"))
 
 

@@ -135,14 +135,6 @@ def test_a_request_that_broke_off_after_long_is_tried_again(
     assert rule.hits == 1
 
 
-def test_metadata_is_one_get(run: Run, proxy: FaultProxy) -> None:
-    before = len(proxy.passed())
-    found = shardstore.load_tensors_metadata(run.url(1), storage_options=run.options)
-    assert sorted(found) == ["b", "flat", "w"]
-    (request,) = proxy.passed()[before:]
-    assert (request.method, request.path) == ("GET", f"/{run.bucket}/run/step-1/zarr.json")
-
-
 def test_a_load_asks_for_each_object_once(run: Run, proxy: FaultProxy) -> None:
     before = len(proxy.passed())
     assert_version_1(load(run))

@@ -22,7 +22,6 @@ from shardstore import ShardedTensor, delete_checkpoint, sweep
 from shardstore.errors import (
     CheckpointExistsError,
     ChunkCorruptError,
-    ChunkMissingError,
     DamagedCheckpointError,
     StorageError,
 )
@@ -476,11 +475,3 @@ def test_a_chunk_that_is_whole_but_of_another_save_is_found(target: Target) -> N
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 1024), (0, 3, 64))
     with pytest.raises(ChunkCorruptError):
         shardstore.load({"w": part}, place.place, validate_access_integrity=False)
-
-
-def test_a_chunk_that_went_missing_is_no_error_of_the_store(target: Target) -> None:
-    place = target("gone")
-    shardstore.save({"w": tensor("w", torch.ones(4))}, place.place)
-    place.delete("w/c.0")
-    with pytest.raises(ChunkMissingError):
-        shardstore.load({"w": tensor("w", torch.zeros(4))}, place.place)

@@ -255,18 +255,6 @@ def test_memory_urls_are_refused_on_several_ranks() -> None:
     run_ranks(_memory_of_many, 2)
 
 
-def test_many_arrays_are_one_document(s3_server: S3Server) -> None:
-    """Counted by what it costs: no array's own document is asked for."""
-    url = f"s3://{s3_server.new_bucket()}/step"
-    options = s3_server.storage_options
-    state = {f"k{i}": tensor(f"k{i}", torch.full((2,), float(i))) for i in range(60)}
-    shardstore.save(state, url, storage_options=options)
-    where = Location.of(url, options)
-    where.remote.delete([f"k{i}/zarr.json" for i in range(60)])
-    assert len(shardstore.load_tensors_metadata(url, storage_options=options)) == 60
-    assert shardstore.load(state, url, storage_options=options)["k7"][0] == 7.0
-
-
 def test_a_store_that_ignores_the_range_of_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"memory://{uuid.uuid4().hex}/c"
     whole = torch.arange(1 << 18, dtype=torch.float32)

@@ -86,16 +86,6 @@ def test_a_missing_bucket_is_an_error_on_every_rank(s3_server: S3Server) -> None
 # -- options and credentials ---------------------------------------------------------------------
 
 
-def test_the_environment_alone_suffices(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    url = f"s3://{s3_server.new_bucket()}/step-1"
-    shardstore.save(small_state(2.0), url)
-    assert shardstore.load(small_state(), url)["step"] == 2
-
-
 def test_a_profile_alone_suffices(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

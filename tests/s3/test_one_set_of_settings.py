@@ -253,6 +253,29 @@ def test_a_proxy_and_how_buckets_are_addressed(s3_server: S3Server, style: str) 
     assert "run/w/c.0.0" in s3_server.keys(bucket)
 
 
+def test_tensorstore_finds_the_bucket_in_the_host_s_name(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the hosts no name is known: a proxy that both clients read from a variable sends their
+    requests to the server."""
+    bucket = s3_server.new_bucket()
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.endpoint_url)
+        options = {
+            "key": s3_server.key,
+            "secret": s3_server.secret,
+            "endpoint_url": f"http://{VIRTUAL_HOSTS}",
+            "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+        }
+        saved_and_loaded(f"s3://{bucket}/run", options)
+        requests = list(proxy.passed())
+    assert {r.headers["host"].partition(":")[0] for r in requests} == {f"{bucket}.{VIRTUAL_HOSTS}"}
+    chunks = [request for request in requests if "/w/c" in request.path]
+    assert {request.method for request in chunks} == {"GET", "PUT"}
+    assert not any("boto" in request.headers["user-agent"].lower() for request in chunks)
+    assert "run/w/c.0.0" in s3_server.keys(bucket)
+
+
 def test_an_encryption_is_asked_for_with_every_object(s3_server: S3Server) -> None:
     with FaultProxy(s3_server.endpoint_url) as proxy:
         server = s3_server.at(proxy.endpoint_url)

@@ -96,12 +96,6 @@ def test_a_stored_dict_stays_a_dict_where_a_list_is_given(tmp_path: Path) -> Non
     assert loaded["common"] == stored
 
 
-def test_a_file_is_said_to_be_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "f").write_text("x")
-    with pytest.raises(shardstore.CheckpointingException, match="is a file"):
-        shardstore.load(_state(), tmp_path / "f")
-
-
 def test_a_shard_beyond_the_global_shape_is_refused_and_not_filled_with_zeros(
     tmp_path: Path,
 ) -> None:

@@ -487,7 +487,8 @@ def begin(place: ObjectPrefix, options: SaveOptions) -> ObjectAttempt:
 
 
 def _is_of_dcp(place: Location, names: Sequence[str]) -> bool:
-    """Return whether a place holds a checkpoint of PyTorch DCP, and no dead save that left one."""
+    """Return whether a place holds a checkpoint of PyTorch DCP, and no remains of a dead save that
+    wrote one."""
     dead = any(name.startswith(f"{ATTEMPTS}/") for name in names)
     return DCP_METADATA_NAME in names and not dead and has_dcp_metadata(place)
 

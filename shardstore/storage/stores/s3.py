@@ -191,12 +191,14 @@ class S3Settings:
         region: region of the signatures.
         endpoint: URL of the service.
         credentials: access key, secret key and session token; ``None``: requests are not signed.
+        in_host: the bucket is a part of the host's name, not of the path.
         unsupported: a setting that TensorStore's driver does not support; empty if there is none.
     """
 
     region: str
     endpoint: str
     credentials: tuple[str, str, str | None] | None = field(repr=False)
+    in_host: bool
     unsupported: str
 
 
@@ -228,10 +230,13 @@ async def s3_settings(fs: Any, url: str) -> S3Settings:
     for name, value in zip(names, (*(found or ("", "", "")), region), strict=True):
         if value and not value.isprintable():
             raise StorageError(f"{url}: the {name} {_NOT_PLAIN}", url=url)
+    endpoint, style = client.meta.endpoint_url, client.meta.config.s3 or {}
     return S3Settings(
         region=region if region and not region.startswith("aws-") else "us-east-1",
-        endpoint=client.meta.endpoint_url.rstrip("/"),
+        endpoint=endpoint.rstrip("/"),
         credentials=found,
+        # TensorStore knows the hosts of Amazon.
+        in_host=style.get("addressing_style") == "virtual" and "amazonaws.com" not in endpoint,
         unsupported=_unsupported(fs, client, url),
     )
 
@@ -239,16 +244,15 @@ async def s3_settings(fs: Any, url: str) -> S3Settings:
 def _unsupported(fs: Any, client: Any, url: str) -> str:
     config = client.meta.config
     s3, verify = config.s3 or {}, client._endpoint.http_session._verify
-    endpoint = client.meta.endpoint_url
-    tls = endpoint.startswith("https:")
-    virtual = s3.get("addressing_style") == "virtual" and "amazonaws.com" not in endpoint
+    tls = client.meta.endpoint_url.startswith("https:")
     bundles = {os.environ.get("AWS_CA_BUNDLE"), os.environ.get("TENSORSTORE_CA_BUNDLE")}
+    # With requester_pays, TensorStore 0.1.86 sends x-amz-requester-payer; S3 reads
+    # x-amz-request-payer (Amazon S3 user guide, "Downloading objects from Requester Pays buckets").
     reasons = {
         "arguments of requests": fs.req_kw or fs.s3_additional_kwargs,
         "a proxy": config.proxies,
         "a certificate": tls and verify is not True and {verify} != bundles,
         "a time limit": any(getattr(config, name) != value for name, value in LIMITS.items()),
-        "buckets in the host's name": virtual,
         "accelerated transfers": s3.get("use_accelerate_endpoint"),
         "unsigned content": s3.get("payload_signing_enabled") is False,
         "a bucket of this name": not _BUCKET.fullmatch(url.split("/")[2]),

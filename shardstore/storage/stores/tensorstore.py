@@ -291,12 +291,16 @@ def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
             "config_file": os.devnull,
         }
     _, _, bucket, *path = url.split("/", 3)
+    endpoint = settings.endpoint
+    if settings.in_host:  # the driver reads the bucket from the host if it gets no name
+        scheme, _, host = endpoint.partition("://")
+        endpoint, bucket = f"{scheme}://{bucket}.{host}", ""
     spec = {
         "driver": "s3",
         "bucket": bucket,
         "path": "".join(f"{below}/" for below in path),
         "aws_region": settings.region,
-        "endpoint": settings.endpoint,
+        "endpoint": endpoint,
         "use_conditional_write": True,
         "aws_credentials": credentials,
     }

@@ -102,3 +102,21 @@ def test_the_tree_has_every_rank_once_and_few_neighbours(world: int) -> None:
     for rank in found[0][1]:
         order += [rank, *found[rank][1]]
     assert order == list(range(world))
+
+
+def test_equal_reports_are_sent_once() -> None:
+    sent = _Gathered([b"x" * 1000] * 100 + [b"y"], broken=True)
+    message = sent.to_bytes(None)
+    assert len(message) < 1500
+    assert _Gathered.from_bytes(message) == sent
+    failed = _Gathered([b"x"], {3: "no memory"})
+    assert _Gathered.from_bytes(failed.to_bytes(None)) == _Gathered([], {3: "no memory"})
+
+
+def test_an_error_within_a_meeting_is_raised_at_its_end() -> None:
+    with Ranks().meet("testing", lambda reports: reports[0] + b"!") as meeting:
+        meeting.report = b"done"
+        assert meeting.answer == b""
+    assert meeting.answer == b"done!"
+    with pytest.raises(KeyError, match="own"), Ranks().meet("testing"):
+        raise KeyError("own")

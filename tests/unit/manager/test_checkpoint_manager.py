@@ -428,10 +428,6 @@ def test_wrong_arguments_save_nothing(tmp_path: Path) -> None:
         manager.save(1, state_of(1), strict="raise_all")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="metric"):
         manager.async_save(1, state_of(1), metrics={"loss": torch.ones(2)})
-    with pytest.raises(ValueError, match="compression"):
-        manager.save(1, state_of(1), compression="rar")
-    with pytest.raises(ValueError, match="progress='line'"):
-        manager.save(1, state_of(1), progress="line")  # type: ignore[typeddict-item]
     with pytest.raises(ValueError, match="progress=7"):
         manager.restore(wanted()[0], progress=7)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []

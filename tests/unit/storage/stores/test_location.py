@@ -18,7 +18,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.saving.run import SaveRequest
-from shardstore.saving.session import Part
+from shardstore.saving.session import SplitState
 from shardstore.storage.commit.checkpoints import latest, sweep
 from shardstore.storage.commit.publish import About
 from shardstore.storage.options import SaveOptions
@@ -133,7 +133,9 @@ def test_calls_and_places_do_not_show_their_options() -> None:
     given: Any = SaveOptions(storage_options=options)
     about: Any = About(common_backend=None)
     for one in (
-        Part(target=place, options=given, shards=[], common={}, strategies=given, about=about),
+        SplitState(
+            target=place, options=given, shards=[], common={}, strategies=given, about=about
+        ),
         SaveRequest(state={}, checkpoint_dir=place, ranks=Ranks(), options=given, strategies=None),
         given,
         place,
