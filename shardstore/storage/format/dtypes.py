@@ -81,7 +81,6 @@ def check(name: object, url: str | None = None) -> None:
         )
 
 
-@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy data type of a Zarr name; from ml_dtypes for types that NumPy lacks, and a
     structured type for :data:`PACKED`.
@@ -111,11 +110,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
-@cache
 def itemsize(name: str) -> int:
     """Return the size of an element in bytes. Raise errors as :func:`numpy_dtype`."""
-    check(name)
-    return _ITEMSIZES[name]
+    try:
+        return _ITEMSIZES[name]
+    except (KeyError, TypeError):  # a name of another type
+        check(name)
+        raise
 
 
 def v2_dtype(name: str) -> str:
