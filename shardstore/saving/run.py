@@ -94,11 +94,11 @@ class Begun(NamedTuple):
 def run_save(request: SaveRequest) -> Begun:
     """Save, or begin an asynchronous save. Every rank calls it, see :func:`shardstore.save`."""
     with collector_paused():
-        session, part = begin(request)
+        session, state = begin(request)
         rest: AsyncRequest | None = None
         try:
-            write_common(session, part)
-            rest = write_sharded(session, part)
+            write_common(session, state)
+            rest = write_sharded(session, state)
         except Exception as problem:  # finish() raises it, on every rank
             session.failure = problem
         except BaseException:  # an interrupt; the other ranks notice that this one is gone
@@ -114,7 +114,7 @@ class Started(NamedTuple):
     """A save that every rank has begun."""
 
     session: SaveSession
-    part: SplitState
+    state: SplitState
 
 
 def begin(request: SaveRequest) -> Started:
@@ -127,15 +127,15 @@ def begin(request: SaveRequest) -> Started:
     """
     if request.ranks.world_size > 1:
         return _begin_together(request)
-    part = split_state(request)
+    state = split_state(request)
     agreed = Agreement(
-        exchange_layouts=bool(needing_layouts(part.tensors)),
-        base_documents=None if part.base is None else read_base(part.base),
+        exchange_layouts=bool(needing_layouts(state.tensors)),
+        base_documents=None if state.base is None else read_base(state.base),
         copy_reporters=(request.ranks.rank,),
     )
-    attempt = checkpoints.begin(part.target, part.options)
+    attempt = checkpoints.begin(state.target, state.options)
     try:
-        return Started(SaveSession(request.ranks, part, agreed, attempt), part)
+        return Started(SaveSession(request.ranks, state, agreed, attempt), state)
     except BaseException:
         attempt.abandon()
         raise
@@ -177,7 +177,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     about = About(common_backend=values, sharded_backend=tensors or ("", 0))
     if request.content_metadata is not None:
         about = _with_content(about, request.content_metadata, split)
-    part = SplitState(
+    state = SplitState(
         target=target,
         options=options,
         shards=[shard for _, shard in split.shards],
@@ -190,15 +190,15 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     )
     if common_strategy is not None and (key := common_strategy.object_key) is not None:
         number = ranks.members.index(ranks.rank)
-        part.shards.append(ShardedObject(key, part.common, (1,), (0,), replica_id=number))
+        state.shards.append(ShardedObject(key, state.common, (1,), (0,), replica_id=number))
     if checks := options.validate_access_integrity:
         noted = getattr(common_strategy, "notes_objects", False)
         noted = noted and not sharded_strategy.can_handle_sharded_objects
-        part.copies = replicas.copies_of(split.found, objects=noted)
+        state.copies = replicas.copies_of(split.found, objects=noted)
     if ranks.world_size > 1:
-        compared = preprocessed(part.common, request.preprocess) if checks else None
-        part.plain = PlainValues.of(split, compared)
-    return part
+        compared = preprocessed(state.common, request.preprocess) if checks else None
+        state.plain = PlainValues.of(split, compared)
+    return state
 
 
 def _with_content(about: About, content: object, split: StateSplit) -> About:
@@ -217,13 +217,13 @@ def _with_content(about: About, content: object, split: StateSplit) -> About:
     return replace(about, attributes={name: _attributes(content)})
 
 
-def write_common(session: SaveSession, part: SplitState) -> None:
+def write_common(session: SaveSession, state: SplitState) -> None:
     """Compare the common values with the coordinator's. Write them, and the sharded objects."""
-    sharded_strategy, common_strategy = part.strategies
+    sharded_strategy, common_strategy = state.strategies
     agreed = session.agreed
     if agreed.common and not session.ranks.is_coordinator:
         equal = session.options.replicas == "equal"
-        mine = comparable((part.plain and part.plain.compared) or {})
+        mine = comparable((state.plain and state.plain.compared) or {})
         compare_common(mine, agreed.common, session.ranks, equal=equal)
     if common_strategy is None:
         return
@@ -232,20 +232,20 @@ def write_common(session: SaveSession, part: SplitState) -> None:
         validate_sharded_objects_handling(sharded_strategy, common_strategy)  # raises an error
     try:
         if session.failure is None:
-            called(common_strategy.save_common, part.common, session)
+            called(common_strategy.save_common, state.common, session)
             if takes_objects:
-                objects = {n: x for n, x in part.by_number.items() if isinstance(x, ShardedObject)}
+                objects = {n: x for n, x in state.by_number.items() if isinstance(x, ShardedObject)}
                 called(common_strategy.save_sharded_objects, objects, session)
     except Exception as problem:
         # Raised at the next step of all ranks, in the strategy or at the commit.
         session.failure = problem
 
 
-def write_sharded(session: SaveSession, part: SplitState) -> AsyncRequest | None:
+def write_sharded(session: SaveSession, state: SplitState) -> AsyncRequest | None:
     """Write the tensors. For an asynchronous save, return the request."""
-    strategy, _ = part.strategies
-    method = "save" if part.background is None else "async_save"
-    shards = part.by_number
+    strategy, _ = state.strategies
+    method = "save" if state.background is None else "async_save"
+    shards = state.by_number
     if not strategy.can_handle_sharded_objects:
         shards = {n: x for n, x in shards.items() if isinstance(x, ShardedTensor)}
     return cast(AsyncRequest | None, called(getattr(strategy, method), shards, session))
@@ -270,15 +270,15 @@ def _begin_together(request: SaveRequest) -> Started:
     ranks, what = request.ranks, f"saving to {shown(request.checkpoint_dir)}"
     desk = _Desk(ranks)
     try:
-        part, agreed = _agree(request, desk, what)
-        apply_claims(part.shards, agreed.owners, ranks.rank)
-        if agreed.digests is not None and part.plain is not None:
-            equal = part.options.replicas == "equal"
-            unite = partial(part.plain.unite, part.target.url, ranks.members, equal)
+        state, agreed = _agree(request, desk, what)
+        apply_claims(state.shards, agreed.owners, ranks.rank)
+        if agreed.digests is not None and state.plain is not None:
+            equal = state.options.replicas == "equal"
+            unite = partial(state.plain.unite, state.target.url, ranks.members, equal)
             with ranks.meet(what, unite) as meeting:
-                meeting.report = part.plain.differing(agreed.digests)
-        attempt = checkpoints.join(part.target, agreed.attempt_id, part.options)
-        session = SaveSession(ranks, part, agreed, attempt)
+                meeting.report = state.plain.differing(agreed.digests)
+        attempt = checkpoints.join(state.target, agreed.attempt_id, state.options)
+        session = SaveSession(ranks, state, agreed, attempt)
     except BaseException:
         if desk.attempt is not None:
             desk.attempt.abandon()
@@ -288,13 +288,13 @@ def _begin_together(request: SaveRequest) -> Started:
             attempt.require_seen()
         except Exception as problem:  # raised in the next step of all ranks
             session.failure = problem
-    return Started(session, part)
+    return Started(session, state)
 
 
 class _Agreed(NamedTuple):
-    """This rank's part, and the agreement of all ranks."""
+    """The split state of this rank, and the agreement of all ranks."""
 
-    part: SplitState
+    state: SplitState
     agreement: Agreement
 
 
@@ -303,18 +303,18 @@ def _agree(request: SaveRequest, desk: _Desk, what: str, *, arrays: bool = False
     become arrays, as with ``arrays``."""
     ranks = request.ranks
     with ranks.meet(what, desk.decide) as meeting:
-        part = desk.part = split_state(request, arrays=arrays)
-        meeting.report = pickle.dumps(_Opening.of(part, ranks))
+        state = desk.state = split_state(request, arrays=arrays)
+        meeting.report = pickle.dumps(_Opening.of(state, ranks))
     answer = _read_answer(meeting.answer)
     if isinstance(answer, _Differing):
         with ranks.meet(what, desk.compare) as meeting:
-            shards = part.shards if ranks.rank in answer.ranks else ()
+            shards = state.shards if ranks.rank in answer.ranks else ()
             meeting.report = pickle.dumps(report_shards(shards))
         answer = _read_answer(meeting.answer)
     if answer is None:
         return _agree(request, desk, what, arrays=True)
     assert isinstance(answer, Agreement)
-    return _Agreed(part, answer)
+    return _Agreed(state, answer)
 
 
 class _Opening(NamedTuple):
@@ -339,16 +339,16 @@ class _Opening(NamedTuple):
     group: replicas.GroupReport | None
 
     @classmethod
-    def of(cls, part: SplitState, ranks: Ranks) -> _Opening:
+    def of(cls, state: SplitState, ranks: Ranks) -> _Opening:
         """Return this rank's report."""
         return cls(
-            f"to {part.target.url} with base={part.base and part.base.url}",
-            digest_of(part.shards) if part.options.validate_access_integrity else b"",
-            bool(needing_layouts(part.tensors)),
-            None if part.plain is None else part.plain.report(),
-            xxhash.xxh3_128_digest("\n".join(part.copies).encode()) if part.copies else b"",
-            claims(part.shards),
-            replicas.report_group(part.tensors, part.options.replica_group),
+            f"to {state.target.url} with base={state.base and state.base.url}",
+            digest_of(state.shards) if state.options.validate_access_integrity else b"",
+            bool(needing_layouts(state.tensors)),
+            None if state.plain is None else state.plain.report(),
+            xxhash.xxh3_128_digest("\n".join(state.copies).encode()) if state.copies else b"",
+            claims(state.shards),
+            replicas.report_group(state.tensors, state.options.replica_group),
         )
 
 
@@ -383,13 +383,13 @@ class _Desk:
 
     Attributes:
         ranks: the ranks of the save.
-        part: the coordinator's part.
+        state: the split state of the coordinator.
         openings: the reports by rank.
         attempt: the attempt that it began.
     """
 
     ranks: Ranks
-    part: SplitState | None = None
+    state: SplitState | None = None
     openings: dict[int, _Opening] = field(default_factory=dict)
     attempt: Attempt | None = None
 
@@ -409,8 +409,8 @@ class _Desk:
 
     def _agreed(self) -> Agreement:
         """Check the ranks' reports, and begin an attempt."""
-        part, openings = self.part, self.openings
-        assert part is not None
+        state, openings = self.state, self.openings
+        assert state is not None
         (first, own), *_ = openings.items()
         for rank, opening in openings.items():
             if opening.place != own.place:
@@ -419,16 +419,16 @@ class _Desk:
                     "rank the same place and base",
                     rank=rank,
                 )
-        part.target.require_shared(len(openings))
+        state.target.require_shared(len(openings))
         common, digests = b"", None
         of_values = [opening.plain for opening in openings.values() if opening.plain is not None]
-        if part.plain is not None and any(report.has_shards for report in of_values):
-            if part.plain.compared is not None:
-                common = pickled(comparable(part.plain.compared))
-        elif part.plain is not None and len({report.values for report in of_values}) > 1:
-            digests = part.plain.digests
-        base = None if part.base is None else read_base(part.base)
-        self.attempt = checkpoints.begin(part.target, part.options)
+        if state.plain is not None and any(report.has_shards for report in of_values):
+            if state.plain.compared is not None:
+                common = pickled(comparable(state.plain.compared))
+        elif state.plain is not None and len({report.values for report in of_values}) > 1:
+            digests = state.plain.digests
+        base = None if state.base is None else read_base(state.base)
+        self.attempt = checkpoints.begin(state.target, state.options)
         # The first rank with each set of copies.
         copy_reporters = {
             one.copies: rank for rank, one in reversed(openings.items()) if one.copies

@@ -74,7 +74,7 @@ class Strategies(NamedTuple):
 
 @dataclass(kw_only=True)
 class SplitState:
-    """One rank's part of a save.
+    """The state of one rank, split into what is saved in different ways, and how it is saved.
 
     Attributes:
         target: target of the save.
@@ -167,35 +167,37 @@ class SaveSession:
         meter: counts for a progress callback.
     """
 
-    def __init__(self, ranks: Ranks, part: SplitState, agreed: Agreement, attempt: Attempt) -> None:
+    def __init__(
+        self, ranks: Ranks, state: SplitState, agreed: Agreement, attempt: Attempt
+    ) -> None:
         self.ranks = ranks
-        self.commit_ranks = ranks.over(part.background) if part.background else ranks
-        # Not the part itself, which refers to the caller's tensors.
-        self.target, self.options, self.about = part.target, part.options, part.about
-        self.background, self.verify_integrity = part.background, part.verify_integrity
+        self.commit_ranks = ranks.over(state.background) if state.background else ranks
+        # Not the state itself, which refers to the caller's tensors.
+        self.target, self.options, self.about = state.target, state.options, state.about
+        self.background, self.verify_integrity = state.background, state.verify_integrity
         self.attempt, self.agreed = attempt, agreed
         self.manifest = RankManifest(ranks.rank)
         if ranks.rank in agreed.copy_reporters:
-            self.manifest.copies = part.copies
-        self.files = Files(attempt, self.manifest, part.options.budget_bytes)
-        callback = part.options.progress
+            self.manifest.copies = state.copies
+        self.files = Files(attempt, self.manifest, state.options.budget_bytes)
+        callback = state.options.progress
         if callback == "bar":
             callback = callback_of(callback, shows=ranks.is_coordinator)
-        self.meter = Meter("save", part.target.url, callback)
+        self.meter = Meter("save", state.target.url, callback)
         self.base = None
-        if part.base is not None:
-            self.base = StoredCheckpoint(part.base, documents=agreed.base_documents)
+        if state.base is not None:
+            self.base = StoredCheckpoint(state.base, documents=agreed.base_documents)
         self.shared_writes = replicas.SharedWrites()
         if agreed.shares:
-            group = part.options.replica_group
-            self.shared_writes = replicas.accepted(part.tensors, group, agreed.shares, ranks.rank)
+            group = state.options.replica_group
+            self.shared_writes = replicas.accepted(state.tensors, group, agreed.shares, ranks.rank)
         self.zarr_format: int | None = None
         self.failure: BaseException | None = None
-        meets = getattr(part.strategies[0], "meets_to_plan", "never")
+        meets = getattr(state.strategies[0], "meets_to_plan", "never")
         self.awaits_plan = meets == "always" or (meets == "layouts" and agreed.exchange_layouts)
         self.staging: Staging | None = None
         self.record: dict[str, Any] = {}
-        self.planning = f"planning the save to {part.target.url}"
+        self.planning = f"planning the save to {state.target.url}"
         self._started = perf_counter()
 
     @property
