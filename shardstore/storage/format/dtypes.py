@@ -88,10 +88,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         DTypeMismatchError: this version does not read the data type.
     """
+    check(name)
+    return _numpy_dtype(name)
+
+
+@cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes  # noqa: F401 (teaches NumPy the types that it lacks)
     import numpy as np
 
-    check(name)
     return np.dtype(_FIELDS.get(name, name))
 
 
