@@ -21,6 +21,7 @@ import torch
 
 _View = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Offset, shape and strides of a tensor in its storage, in elements of a data type."""
+_PLAIN = (str, int, float, bool, type(None), bytes, complex, torch.dtype, torch.device, torch.Size)
 _Place = Callable[[torch.UntypedStorage, _View], tuple[Any, _View]]
 """Takes storage and view of a tensor, and returns those that are pickled."""
 
@@ -91,8 +92,28 @@ def _pickler_for(value: object) -> type[pickle.Pickler]:
     return _pickler(place)
 
 
+def _uses_whole_storages(value: Any) -> bool:
+    """Return whether a value consists of plain containers, plain values, and tensors that each use
+    all of their storage. ``torch.save`` alone writes it without further bytes, and pickling it
+    twice would take longer than all other work of a save with thousands of tensors."""
+    kind = type(value)
+    if kind is dict:
+        return all(map(_uses_whole_storages, value)) and all(
+            map(_uses_whole_storages, value.values())
+        )
+    if kind in (list, tuple):
+        return all(map(_uses_whole_storages, value))
+    if kind is not torch.Tensor:
+        return kind in _PLAIN
+    is_strided = value.layout is torch.strided and value.device.type != "meta"
+    return is_strided and value.nbytes == value.untyped_storage().nbytes()
+
+
 def dump(value: object, file: IO[bytes]) -> None:
     """Write a value to the end of a file in the format of ``torch.save``."""
+    if _uses_whole_storages(value):
+        torch.save(value, file)
+        return
     module = SimpleNamespace(__name__="pickle", Pickler=_pickler_for(value))
     torch.save(value, file, pickle_module=module)
 
