@@ -32,8 +32,7 @@ from shardstore.hf.blocks import Block
 from shardstore.hf.files import WeightFiles
 from shardstore.hf.rules import SCALE_SUFFIX, Rule, Scaled, Source, Sources
 from shardstore.hf.sharing import (
-    Wanted,
-    host_of,
+    Hosts,
     is_scattered,
     plan_shared,
     read_shared,
@@ -260,8 +259,8 @@ class _Loading:
             lambda planned: pickle.dumps(self._scattered(planned[1], location)),
             self._wanted,
         )
-        hosts: dict[int, Wanted] = pickle.loads(answer)
-        blocks = plan_shared(hosts.get(host_of(self.ranks.rank), {}), files.arrays, files.places)
+        hosts: Hosts = pickle.loads(answer)
+        blocks = plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
         group = self.call.replica_group if shares else None
         read, _ = step(lambda: self._read(match, wanted, plan, files, group, blocks, meter))
         missing, unexpected = mismatch

@@ -8,10 +8,11 @@ block is read once, by one of the ranks that want parts of it, and it sends the 
 from __future__ import annotations
 
 import os
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,10 +40,28 @@ ReadRange: TypeAlias = Callable[[str, int, int], bytes]
 """Reads bytes of a file: its name, the first byte, and one past the last one."""
 
 
-def host_of(rank: int) -> int:
-    """Return the number of a rank's host. Launchers set the number of ranks per host
-    (``LOCAL_WORLD_SIZE``), and number ranks by host."""
-    return rank // local_ranks() if os.environ.get("LOCAL_WORLD_SIZE") else 0
+class Hosts(NamedTuple):
+    """The scattered regions of tensors that several ranks of a host want.
+
+    Attributes:
+        size: number of ranks of a host, as the coordinator sees it.
+        wanted: by number of the host; its ranks are numbered from 0.
+    """
+
+    size: int
+    wanted: Mapping[int, Wanted]
+
+    def of(self, rank: int) -> Wanted:
+        """Return what the ranks of a rank's host want."""
+        host = rank // self.size
+        return _renumbered(self.wanted.get(host, {}), host * self.size)
+
+
+def _renumbered(wanted: Wanted, by: int) -> Wanted:
+    return {
+        name: {box: [rank + by for rank in ranks] for box, ranks in boxes.items()}
+        for name, boxes in wanted.items()
+    }
 
 
 def is_scattered(region: RegionRead) -> bool:
@@ -53,26 +72,33 @@ def is_scattered(region: RegionRead) -> bool:
     return sum(last - first for first, last, _ in parts) > MOST_EXCESS * like.nbytes
 
 
-def wanted_by(reports: Mapping[int, Iterable[tuple[str, Box]]]) -> dict[int, Wanted]:
-    """Return by host the scattered regions of tensors that several of its ranks want.
+def wanted_by(reports: Mapping[int, Iterable[tuple[str, Box]]]) -> Hosts:
+    """Return what the ranks of each host want of the same tensors. The coordinator calls it.
+
+    Launchers set the number of ranks per host (``LOCAL_WORLD_SIZE``), and number ranks by host;
+    without it, all ranks count as one host. Hosts that want the same, as replicas do, have one
+    object, which is pickled once.
 
     Args:
         reports: by rank, name and box of each scattered region.
     """
+    size = local_ranks() if os.environ.get("LOCAL_WORLD_SIZE") else max(reports) + 1
     hosts: dict[int, Wanted] = {}
     for rank, regions in reports.items():
         for name, box in regions:
-            ranks = hosts.setdefault(host_of(rank), {}).setdefault(name, {}).setdefault(box, [])
-            if rank not in ranks:
+            boxes = hosts.setdefault(rank // size, {}).setdefault(name, {})
+            if rank not in (ranks := boxes.setdefault(box, [])):
                 ranks.append(rank)
-    return {
-        host: {
+    known: dict[bytes, Wanted] = {}
+    for host, wanted in hosts.items():
+        several = {
             name: boxes
             for name, boxes in wanted.items()
             if len({rank for ranks in boxes.values() for rank in ranks}) > 1
         }
-        for host, wanted in hosts.items()
-    }
+        several = _renumbered(several, -host * size)
+        hosts[host] = known.setdefault(pickle.dumps(several), several)
+    return Hosts(size, hosts)
 
 
 def plan_shared(

@@ -42,7 +42,7 @@ def test_every_rank_gets_its_boxes_and_no_byte_is_read_twice(
     whole = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     file = np.frombuffer(bytes(START) + whole.tobytes(), np.uint8)
     with patch.object(sharing, "REQUEST_BYTES", max(most, whole.itemsize)):
-        (wanted,) = wanted_by(reports).values() or ({},)
+        wanted = wanted_by(reports).of(0)
         blocks = plan_shared(wanted, {"w": meta}, {"w": ("file", START)})
     got = {
         (rank, box): np.full(box.shape, -1, dtype)
@@ -67,21 +67,24 @@ def test_every_rank_gets_its_boxes_and_no_byte_is_read_twice(
     assert bool(blocks) == (len(several) > 1)
 
 
-@pytest.mark.parametrize(("local", "hosts"), [("2", {0: {0, 1}}), (None, {0: {0, 1, 2}})])
+@pytest.mark.parametrize(
+    ("local", "expected"), [("2", {0: {0, 1}, 2: {2, 3}, 4: set()}), (None, {4: {0, 1, 2, 3, 4}})]
+)
 def test_only_ranks_of_one_host_read_for_each_other(
-    monkeypatch: pytest.MonkeyPatch, local: str | None, hosts: dict[int, set[int]]
+    monkeypatch: pytest.MonkeyPatch, local: str | None, expected: dict[int, set[int]]
 ) -> None:
-    """A rank that is alone on its host reads its own boxes."""
+    """A rank that is alone on its host reads its own boxes. What two hosts want alike is sent to
+    the ranks once."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    reports = {rank: [("w", Box((0, rank), (9, 1)))] for rank in range(3)}
-    found = {
-        host: {rank for boxes in wanted.values() for ranks in boxes.values() for rank in ranks}
-        for host, wanted in wanted_by(reports).items()
-        if wanted
-    }
-    assert found == hosts
+    reports = {rank: [("w", Box((0, rank % 2), (9, 1)))] for rank in range(5)}
+    hosts = wanted_by(reports)
+    for rank, others in expected.items():
+        boxes = hosts.of(rank).get("w", {})
+        assert {one for ranks in boxes.values() for one in ranks} == others
+    if local:
+        assert hosts.wanted[0] is hosts.wanted[1]
 
 
 @pytest.mark.parametrize(
