@@ -166,6 +166,7 @@ class Wanted(StateSplit):
     """What one rank asks for.
 
     Attributes:
+        state: the state dict, with DTensors and plain tensors as sharded ones if they were adopted.
         items: the tensors and objects to load.
         group: this rank's report about its group.
     """
@@ -176,6 +177,7 @@ class Wanted(StateSplit):
         self, state: ShardedStateDict, ranks: Ranks, keys: Container[str] | None = None
     ) -> None:
         super().__init__(state, loading=True, adopt=partial(claimed, ranks.members), keys=keys)
+        self.state = state
         self.items = [shard for _, shard in self.shards]
 
     @property
@@ -547,7 +549,7 @@ def match_keys(request: LoadRequest, ranks: Ranks, opened: Opened) -> Matched:
         kept, missing, unexpected = compare_keys(items, mode, requested, stored)
         if kept is not items:
             keys = {item.key for item in kept.values()}
-            wanted = Wanted(request.sharded_state_dict, ranks, keys)
+            wanted = Wanted(wanted.state, ranks, keys)
             items = {str(number): item for number, item in enumerate(wanted.items)}
     elif any(wanted.empty) and request.validate_access_integrity:
         held = called(for_tensors.load_tensors_metadata, context)

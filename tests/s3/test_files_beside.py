@@ -28,8 +28,8 @@ from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import publish
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
+from shardstore.storage.stores import prefix
 from shardstore.storage.stores.location import Location
-from shardstore.strategies import common
 
 OBJECTS = 12
 LIMIT_S = 120.0
@@ -137,7 +137,7 @@ def test_objects_are_read_beside_each_other(place: str, monkeypatch: pytest.Monk
     assert [found["step"] for found in loaded["objects"]] == [4] * OBJECTS
     assert asked == [OBJECTS]
     WatchedFileSystem.watch_reads = None
-    monkeypatch.setattr(common, "READ_TOGETHER", 5)  # the last group is not a full one
+    monkeypatch.setattr(prefix, "DOCUMENT_THREADS", 5)  # the last group is not a full one
     loaded = shardstore.load(state(0), place)
     assert [found["step"] for found in loaded["objects"]] == [4] * OBJECTS
 
