@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import ClassVar
 
 import numpy as np
@@ -62,6 +63,8 @@ class Mover(ABC):
         check: Callable[[], None] = lambda: None,
     ) -> Mover:
         """Return the mover for a location."""
+        if not hasattr(Mover, "kinds"):  # another thread imports the package: wait for it
+            import_module(__package__)
         return Mover.kinds[type(location)](location, options, check)
 
     @abstractmethod

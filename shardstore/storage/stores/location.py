@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -199,6 +200,8 @@ class Location(ABC):
         if isinstance(place, Location):
             return place.at(place.url, given) if given else place
         url, own = url_of(place), place.options if isinstance(place, StoreUrl) else {}
+        if not hasattr(Location, "kinds"):  # another thread imports the package: wait for it
+            import_module(__package__)
         folder, prefix = Location.kinds
         return (prefix if "://" in url else folder)(url, {**own, **given})
 
