@@ -217,8 +217,11 @@ class StateSplit:
                 "elements are unknown; make it a dict"
             )
         even = all(one == kinds for _, one, _ in walked) or (built and self._loading)
+        left = [one for one in walked if one[2]]
+        # A list by position in it has a further part, its length.
+        even = even and all(one[2].keys() == left[0][2].keys() for one in left)
         if isinstance(x, list) and even:  # the positions stay, or those left out have no kind
-            walked = [(n, *one[1:]) for n, one in enumerate(one for one in walked if one[2])]
+            walked = [(n, *one[1:]) for n, one in enumerate(left)]
         parts: _Parts = {}
         for key, _, of_value in walked:
             for kind, part in of_value.items():

@@ -207,6 +207,36 @@ def test_lists_of_one_kind_and_of_both_kinds_throughout_are_fine() -> None:
     assert common["both"] == [{"n": 1}, {"n": 2}]
 
 
+def named(key: str, value: float = 0.0) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.full((2,), float(value)))
+
+
+B = torch.full((2,), 7.0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "expected"),
+    [
+        # A list by position beside a dict with the same kinds of values.
+        (
+            lambda b: [[1, b], {"n": None, "w": named("w", 5)}, [2, named("c", 3)]],
+            lambda b: [[1, b], {"n": None, "w": named("w")}, [2, named("c")]],
+            [[1, B], {"n": None, "w": B - 2}, [2, B - 4]],
+        ),
+        # A list with a tensor that is not stored before one with a tensor that is.
+        (lambda b: [[1], [2, b]], lambda b: [[1, named("new")], [2, b]], [[1], [2, B]]),
+        (lambda b: [[1, None], [2, b]], lambda b: [[1, named("new")], [2, b]], [[1, None], [2, B]]),
+    ],
+    ids=["lists and dicts", "not stored", "stored as another value"],
+)
+def test_lists_in_a_list_keep_their_places(
+    tmp_path: Path, saved: Any, asked: Any, expected: list[Any]
+) -> None:
+    shardstore.save({"l": saved(named("b", 7))}, tmp_path / "c")
+    loaded, _, _ = shardstore.load({"l": asked(named("b"))}, tmp_path / "c", strict="return_all")
+    torch.testing.assert_close(loaded, {"l": expected})
+
+
 def test_what_factories_build_in_a_list_keeps_its_position(tmp_path: Path) -> None:
     def state(build: Callable[[str], Any]) -> dict[str, Any]:
         made = ShardedTensorFactory("f", DATA, lambda key, *_: build(key), lambda part: part)
