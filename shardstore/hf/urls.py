@@ -76,7 +76,7 @@ def _of_hub(name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, An
         ref, number, *names = [*inner.split("/"), "", ""]
         revision, inner = f"refs/{ref}/{number}", "/".join(filter(None, names))
     if not owner or not repository:
-        raise ArgumentError(f"hf://{name!r:.100} names no model; give hf://org/model@revision")
+        raise ArgumentError(f"'hf://{name:.100}' names no model; give hf://org/model@revision")
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     given = dict(options)
     token = given.pop("token", None) or os.environ.get("HF_TOKEN") or _kept_token()

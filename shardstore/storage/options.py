@@ -171,7 +171,10 @@ def options_of(
             is something else.
     """
     if not isinstance(options, SaveOptions | None):
-        raise ArgumentError(f"options={options!r:.100} must be a SaveOptions or None")
+        raise ArgumentError(
+            f"options={options!r:.100} must be a shardstore.SaveOptions, such as "
+            "SaveOptions(durable=False), or None"
+        )
     known = keywords.__annotations__
     if unknown := sorted(set(given) - set(known)):
         raise ArgumentError(
