@@ -26,7 +26,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes, slabs, span
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.object_mover import GAP_BYTES, REQUEST_BYTES, REQUESTS
+from shardstore.storage.movers.ranges import GAP_BYTES, REQUEST_BYTES, REQUESTS
 from shardstore.storage.runtime.parallel import in_rounds, local_ranks, run_batched
 
 MOST_EXCESS = 1.05

@@ -32,7 +32,13 @@ from shardstore.errors import (
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, unlocked_property
 from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta, RootDocument, parse_array, parse_v2_array
+from shardstore.storage.format.documents import (
+    ArrayMeta,
+    RootDocument,
+    array_document,
+    parse_array,
+    parse_v2_array,
+)
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME
 from shardstore.storage.stores.location import Location, shown
@@ -322,6 +328,8 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
     def document(self, meta: ArrayMeta) -> bytes:
         """Return the document of an array."""
         root = self.stored.root
+        if meta.places is not None:
+            return array_document(meta).encode()
         if root is not None and meta.node in root.texts:
             return root.texts[meta.node]
         return self.stored.location.read(f"{meta.node}/{meta.document_name}")

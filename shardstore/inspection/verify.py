@@ -213,6 +213,7 @@ class _Verification:
         self.result.arrays = len(wanted)
         size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)
         self.meter.expect(size, sum(meta.grid.size for meta in wanted))
+        in_packs: dict[str, list[tuple[ArrayMeta, int]]] = {}
         for array in wanted:
             if unread := codec_error(self.location, array):
                 # This package writes only codecs that it decodes.
@@ -221,12 +222,15 @@ class _Verification:
                 self._report("codec-unknown", array.node, text, severity, key=array.key)
                 self.result.arrays -= 1
                 continue
+            if array.places is not None:
+                self._sort_into_packs(array, in_packs)
+                continue
             count, step = array.grid.size, max(1, min(RUN_CHUNKS, RUN_BYTES // array.chunk_bytes))
             with self._reporting("chunk-missing", array.node, array.key):
                 self.stored.require_chunks(array)
                 for first in range(0, count or 1, step):
                     jobs.append(partial(self._check_run, array, first, min(first + step, count)))
-        return jobs
+        return jobs + [partial(self._check_pack, name, held) for name, held in in_packs.items()]
 
     def _report(
         self, kind: str, name: str, text: str, severity: Severity = "damage", **about: Any
@@ -272,7 +276,7 @@ class _Verification:
                 self.root = self.stored.root
                 return list(self.stored.arrays.values())
             except CheckpointingException as error:
-                lost = self.root is not None and set(self.root.chunk_sums) - set(self.root.texts)
+                lost = self.root is not None and set(self.root.chunk_sums) - self.root.nodes
                 kind, text = "arrays-undescribed" if lost else "root-damaged", str(error)
         else:
             kind = "root-missing"
@@ -284,7 +288,8 @@ class _Verification:
             name = f"{node}/zarr.json"
             with self._reporting("document-damaged", name, key_of(node)):
                 if (data := self.location.read_range(name)) is not None:
-                    found.append(parse_array(node, data, f"{self.url}/{name}"))
+                    url = f"{self.url}/{name}"
+                    found.append(parse_array(node, data, url, constants=True))
         return [meta for meta in found if meta is not None]
 
     @property
@@ -297,7 +302,7 @@ class _Verification:
             root, self.manifest = self.root, self.stored.manifest
             if not self.root_is_damaged:
                 self.stored.check_root()
-            if self.manifest is None and self._is_ours and root is not None and root.texts:
+            if self.manifest is None and self._is_ours and root is not None and root.nodes:
                 text = "PATH is missing: chunks are compared with their own checksums only"
                 self._report("manifest-missing", MANIFEST_NAME, text, "note")
         except DamagedCheckpointError as error:
@@ -395,6 +400,7 @@ class _Verification:
             folder, _, file = name.partition("/")
             # Megatron-Core left locks behind.
             is_known = object_place(file) or (self.root is None and folder.endswith(".sync"))
+            is_known = is_known or (self.root is not None and name in self.root.file_sums)
             if not is_known and self.wants(_key(folder)):
                 self._report("foreign", name, "PATH is not part of the checkpoint", "note")
 
@@ -422,30 +428,61 @@ class _Verification:
             names = self._names_below(array.node)
             self._check_document(array, names)
             self._check_folder(array, names)
-        size, manifest, mover = 0, self.manifest, Mover.of(self.location)
-        for index in map(array.grid.index_at, range(first, last)):
-            read, problem = mover.verify(array, index, manifest, hashes=self.hashes)
-            size += read
-            if problem is not None:
-                name = array.chunk_name(index)
-                rank = None if manifest is None else manifest.writer(array, index)
-                by = "" if rank is None else f", written by rank {rank}"
-                text = f"chunk {index} of key {array.key!r} {problem.text}: PATH{by}"
-                kind = f"chunk-{problem.kind}"
-                self._report(kind, name, text, key=array.key, chunk=index, rank=rank)
+        mover = Mover.of(self.location)
+        for number in range(first, last):
+            self._check_chunk(mover, array, number, array.chunk_name(array.grid.index_at(number)))
+
+    def _check_chunk(
+        self,
+        mover: Mover,
+        array: ArrayMeta,
+        number: int,
+        name: str,
+        stored: memoryview | None = None,
+    ) -> None:
+        """Verify a chunk in the file ``name``. ``stored``: its bytes, if they were read before."""
+        index, manifest = array.grid.index_at(number), self.manifest
+        read, problem = mover.verify(array, index, manifest, hashes=self.hashes, stored=stored)
+        if problem is not None:
+            rank = None if manifest is None else manifest.writer(array, index)
+            by = "" if rank is None else f", written by rank {rank}"
+            text = f"chunk {index} of key {array.key!r} {problem.text}: PATH{by}"
+            kind = f"chunk-{problem.kind}"
+            self._report(kind, name, text, key=array.key, chunk=index, rank=rank)
         checked = array.has_crc or (manifest is not None and manifest.rows(array) is not None)
         with self.lock:
-            self.result.chunks += last - first
-            self.result.bytes += size
-            self.result.unchecked += 0 if checked else last - first
-        self.meter.count((last - first) * array.chunk_bytes, last - first)
+            self.result.chunks += 1
+            self.result.bytes += read
+            self.result.unchecked += not checked
+        self.meter.count(array.chunk_bytes, 1)
+
+    def _sort_into_packs(
+        self, array: ArrayMeta, in_packs: dict[str, list[tuple[ArrayMeta, int]]]
+    ) -> None:
+        """Add the chunks of a packed array to those of their packs."""
+        assert array.places is not None
+        for number in range(array.grid.size):
+            in_packs.setdefault(array.places.of(number).name, []).append((array, number))
+
+    def _check_pack(self, name: str, chunks: Sequence[tuple[ArrayMeta, int]]) -> None:
+        """Verify a pack as a file, and chunks that lie in it."""
+        with self._reporting("pack-damaged", name):
+            data = self.stored.document(name) or b""
+            if not self.root_is_damaged:
+                self.stored.check_file(name, data)
+        mover = Mover.of(self.location)
+        for array, number in chunks:
+            assert array.places is not None
+            _, first, last = array.places.of(number)
+            self._check_chunk(mover, array, number, name, memoryview(data)[first:last])
 
     def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
         """Compare an array's own document with the root's copy."""
         root, name, key = self.root, f"{array.node}/{array.document_name}", array.key
         if root is None or (saved := root.texts.get(array.node)) is None:
             return
-        if array.document_name not in names and not root.array_documents:
+        expected = root.array_documents and array.has_document(packs=root.packs is not None)
+        if array.document_name not in names and not expected:
             return
         path = f"PATH (key {key!r})"
         with self._reporting("document-damaged", name, key):
@@ -454,14 +491,14 @@ class _Verification:
                 text = f"{path} is missing: readers that open the array by its path do not find it"
                 self._report("document-missing", name, text, key=key)
                 return
-            if data == saved and root.array_documents:
+            if data == saved and expected:
                 return
             # zarr adds empty transformers to the copy in the root document.
             own, copy = ({"storage_transformers": [], **json.loads(t)} for t in (data, saved))
             if differ := [p for p in own | copy if own.get(p, ...) != copy.get(p, ...)]:
                 text = f"{path} differs from the root's copy in {', '.join(sorted(differ))}"
                 self._report("document-differs", name, text, key=key)
-            elif not root.array_documents:
+            elif not expected:
                 text = (
                     f"{path} is not part of the checkpoint, which was saved without array "
                     "documents; it equals the root's copy"
@@ -472,7 +509,8 @@ class _Verification:
         """Find foreign files in an array's folder."""
         if array.codecs is None:
             return  # other programs may use other names for chunks
-        indices = map(array.grid.index_at, range(array.grid.size))
+        count = 0 if array.constant is not None else array.grid.size
+        indices = map(array.grid.index_at, range(count))
         own = (array.document_name, ".zattrs", ".zarray")
         for name in sorted(names.difference(map(array.chunk_key, indices), own)):
             if not object_place(name):

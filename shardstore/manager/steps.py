@@ -375,9 +375,10 @@ def what_is_missing(place: Location) -> str | None:
         return None
 
     def expected() -> Iterator[tuple[str, int | None, str]]:  # name, size and description
-        yield from ((name, None, name) for name in (CONFIG_NAME, *root.file_sums))
+        yield from ((n, root.file_bytes.get(n), n) for n in (CONFIG_NAME, *root.file_sums))
         for meta in arrays.values():
-            if (rows := manifest.rows(meta)) is not None:  # else another program rewrote it
+            rows = manifest.rows(meta) if meta.constant is None and meta.places is None else None
+            if rows is not None:  # else another program rewrote it
                 for number, size in enumerate(rows.stored.tolist()):
                     index = meta.grid.index_at(number)
                     yield meta.chunk_name(index), size, f"chunk {index} of key {meta.key!r}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -26,10 +26,16 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
 from shardstore.storage.format.grid import Box, Grid, plan_grid, shard_edges
 from shardstore.storage.format.names import node_name
+from shardstore.storage.format.packs import SMALL_BYTES, Places
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.movers.device import on_host, stream_of
 from shardstore.storage.options import SaveOptions
 
+HOST_BYTES = 64 * 1024
+"""A tensor of a device up to this size is compared on the host."""
+BLOCK_ELEMENTS = 1024 * 1024
+"""Elements of a block that is compared at once."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNKS_PER_RANGE = 4
 MIN_RANGE_CHUNK_BYTES = 256 * 1024
 
@@ -144,6 +150,40 @@ def parts_of(tensor: torch.Tensor, key: str, prepended: int = 0) -> Parts:
     return part
 
 
+def constant_of(data: NDArray[Any] | DevicePart) -> bytes | None:
+    """Return the bits that all elements of a tensor have, little-endian; ``None`` if they differ.
+
+    The first and the last element settle it for most tensors. Others are compared in blocks, so
+    that a difference is found early; large tensors of a device are compared there.
+    """
+    if isinstance(data, DevicePart):
+        if data.tensor.nbytes > HOST_BYTES:
+            given = data.tensor.resolve_conj().resolve_neg()
+            given = torch.view_as_real(given) if given.is_complex() else given[..., None]
+            for part in given.view(_BITS[given.element_size()]).unbind(-1):
+                low, high = torch.aminmax(part)
+                if low != high:
+                    return None
+            data = DevicePart(data.tensor.flatten()[:1], data.stream)
+        data = data()
+    if (
+        not data.size
+        or (first := data[(0,) * data.ndim].tobytes()) != data[(-1,) * data.ndim].tobytes()
+    ):
+        return None
+    if data.size > 2:
+        parts = [data.real, data.imag] if data.dtype.kind == "c" else [data]
+        for values in parts:
+            bits = values.view(f"u{values.dtype.itemsize}")
+            rows = max(1, BLOCK_ELEMENTS * len(bits) // bits.size)
+            for start in range(0, len(bits), rows):
+                if not (bits[start : start + rows] == bits[(0,) * bits.ndim]).all():
+                    return None
+    # zarr changes the bits of a fill value that is a NaN of 16 bits.
+    is_nan = data.dtype == np.float16 and np.isnan(data[(-1,) * data.ndim])
+    return None if is_nan else first
+
+
 def stored_name(key: str, dtype: torch.dtype, layout: torch.layout) -> str:
     """Return the data type of a tensor's array.
 
@@ -190,14 +230,17 @@ def array_meta(
         most = max(len(r) for r in ranges.values())
         share = math.prod(edges) * size // max(1, CHUNKS_PER_RANGE * most)
         target_chunk_bytes = min(target_chunk_bytes, max(MIN_RANGE_CHUNK_BYTES, share))
+    grid = plan_grid(shape, edges, size, target_chunk_bytes, leading_only=ranges is not None)
+    is_small = options.pack and math.prod(grid.chunk_shape) * size <= SMALL_BYTES
     return ArrayMeta(
         tensor.key,
         node_name(tensor.key),
-        plan_grid(shape, edges, size, target_chunk_bytes, leading_only=ranges is not None),
+        grid,
         name,
         codecs=(CRC32C,) if options.compression is None else (options.compression, CRC32C),
         separator=SEPARATOR,
         shard_shape=edges,
+        places=Places() if is_small and grid.size else None,
     )
 
 
@@ -227,8 +270,8 @@ def plan_writes(
         AccessPatternError: a shard does not consist of whole chunks of the grid of its sharding.
         CheckpointingException: a main replica has no data.
     """
-    plan = WritePlan()
-    found: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None]] = []
+    plan, finds = WritePlan(), options.constants or options.pack
+    found: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None, Parts | None]] = []
     in_group: dict[Shard, tuple[ArrayMeta, Box]] = {}
     for tensor in tensors:
         is_shared = bool(shared.shards) and shared.holds(tensor)
@@ -237,6 +280,14 @@ def plan_writes(
         tensor.validate_metadata_integrity()
         meta = array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
         box = local_box(tensor)
+        part: Parts | None = None
+        if finds and not is_shared and tensor.data is not None:
+            is_all = box.shape == tensor.global_shape and tensor.flattened_range is None
+            part = parts_of(tensor.data, tensor.key, tensor.prepend_axis_num) if is_all else None
+            if part is not None and (bits := constant_of(part(()))) is not None:
+                plan.tensors.append(tensor)
+                plan.arrays.append(replace(meta, constant=bits, places=None))
+                continue
         # A short path, because most tensors are one chunk.
         whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None
         if whole is None:
@@ -248,10 +299,10 @@ def plan_writes(
                 continue  # a rank may hold a shard twice
             in_group[identity(tensor)] = (meta, box)
         if box.size:
-            found.append((tensor, meta, box, whole))
+            found.append((tensor, meta, box, whole, part))
     mine = shared.own_chunks(in_group) if in_group else set()
     cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
-    for tensor, meta, box, whole in found:
+    for tensor, meta, box, whole, part in found:
         if tensor.data is None:
             raise CheckpointingException(
                 f"key {tensor.key!r} has no data on rank {rank}, which must write it; give "
@@ -262,7 +313,7 @@ def plan_writes(
         if tensor.flattened_range is not None:
             _plan_flat(plan.writes, cut, tensor, meta, box, layouts.ranges[tensor.key][box])
             continue
-        part = parts_of(tensor.data, tensor.key, tensor.prepend_axis_num)
+        part = part or parts_of(tensor.data, tensor.key, tensor.prepend_axis_num)
         for index in meta.grid.overlapping(box) if whole is None else (whole,):
             if in_group and (name := identity(tensor)) in in_group and (name, index) not in mine:
                 continue

@@ -43,9 +43,10 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover
 from shardstore.storage.commit.inventory import write_integrity
-from shardstore.storage.commit.publish import About, Files, commit, merge_reports
+from shardstore.storage.commit.packing import LOOSE_BYTES, ChunkWriter, PackingMover
+from shardstore.storage.commit.publish import About, Files, commit, join_reports, merge_reports
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
-from shardstore.storage.format.merge import Merged, join
+from shardstore.storage.format.merge import Merged
 from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
@@ -239,11 +240,21 @@ class SaveSession:
         return self.ranks.meet(self.planning)
 
     @cached_property
-    def mover(self) -> Mover | ReusingMover:
-        """The writer of chunks; it reuses chunks of the base, if one was given."""
-        mover = Mover.of(self.attempt.location, self.options, self.attempt.check)
+    def mover(self) -> ChunkWriter:
+        """The writer of chunks: reuses those of the base and packs small ones, if asked."""
+        mover: ChunkWriter = Mover.of(self.attempt.location, self.options, self.attempt.check)
+        if self.reusing is not None:
+            mover = self.reusing
+        if self.options.pack:
+            mover = PackingMover(mover, self.attempt, self.manifest, self.options)
+        return mover
+
+    @cached_property
+    def reusing(self) -> ReusingMover | None:
+        """The writer that reuses chunks of the base; ``None`` without a base."""
         if self.base is None:
-            return mover
+            return None
+        mover = Mover.of(self.attempt.location, self.options, self.attempt.check)
         return ReusingMover(mover, self.base, self.attempt, self.manifest)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> None:
@@ -301,7 +312,7 @@ class SaveSession:
                 if not self.ranks.failed:  # else no rank begins a further step
                     self.commit_ranks.together(what=what, error=self.failure)
                 raise self.failure
-            with self.commit_ranks.meet(what, self._commit, join) as meeting:
+            with self.commit_ranks.meet(what, self._commit, self._join) as meeting:
                 meeting.report = self._report()
             self.record = json.loads(meeting.answer)
         except BaseException:
@@ -323,8 +334,8 @@ class SaveSession:
     def _report(self) -> bytes:
         """End the writing, and return this rank's manifest for the coordinator."""
         self.files.flush()
-        if isinstance(self.mover, ReusingMover):
-            self.mover.warn()
+        if self.reusing is not None:
+            self.reusing.warn()
         self.meter.enter("commit")
         if self.ranks.is_coordinator:
             return b""  # the coordinator's own manifest is not sent
@@ -343,9 +354,15 @@ class SaveSession:
         merged = self._merged(reports)
         return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
 
+    def _join(self, reports: list[bytes]) -> bytes:
+        """Combine the reports of several ranks on the way to the coordinator."""
+        rank, least = self.ranks.rank, LOOSE_BYTES
+        return join_reports(self.attempt, reports, rank, from_bytes=least).to_bytes()
+
     def _merged(self, reports: list[bytes]) -> Merged:
         """Merge and check the manifests of all ranks."""
-        merged = merge_reports([self.manifest, *reports[1:]], self.options)
+        reported: list[bytes | RankManifest] = [self.manifest, *reports[1:]]
+        merged = merge_reports(self.attempt, reported, self.options, self.ranks.rank)
         if self.options.validate_access_integrity:
             _check_objects(merged)
             if self.zarr_format is not None:

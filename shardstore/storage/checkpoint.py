@@ -29,6 +29,7 @@ from shardstore.storage.format.names import (
     node_name,
     object_place,
 )
+from shardstore.storage.format.packs import PACKS, is_pack
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location
@@ -345,13 +346,18 @@ class StoredCheckpoint:
         manifest = None if self.root is None else self.manifest
         doomed = set(listed)
         if self.root is not None and manifest is not None:
-            unlisted = {node for node, _, _ in manifest.arrays} - set(self.root.texts)
+            unlisted = {node for node, _, _ in manifest.arrays} - self.root.nodes
             doomed |= {node for node in unlisted if (key_of(node) or "").startswith(key_prefix)}
         for node in doomed:
             self.location.require_no_link_to(node)
         if self.root is not None and listed:
             self.location.replace("zarr.json", self.root.without(listed))
         self._delete_arrays(sorted(doomed))
+        if self.root is not None and self.root.packs is not None:
+            # A pack stays while an array needs it, with the chunks of those that were removed.
+            used = self.root.used_packs(listed)
+            packs = [name for name in self.location.walk(PACKS) if is_pack(name)]
+            self.location.delete_all([name for name in packs if name not in used], [PACKS])
         if manifest is not None and doomed:
             self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
         for name in ("root", "arrays", "manifest"):
@@ -436,7 +442,10 @@ def read_array_meta(location: Location, key: str) -> ArrayMeta:
         old, text = location.read_many([f"{node}/.zarray", f"{node}/zarr.json"])
         if old is not None:
             return parse_v2_array(node, old, url)
-        if text is not None and (found := parse_array(node, text, url)) is not None:
+        found = None if text is None else parse_array(node, text, url, constants=True)
+        if found is not None and found.constant is not None:
+            found = StoredCheckpoint(location).arrays.get(found.key)  # if the commit says so
+        if found is not None:
             return found
     if (meta := root_arrays(location).get(key)) is not None:
         return meta
@@ -449,7 +458,14 @@ def root_arrays(location: Location) -> Mapping[str, ArrayMeta]:
     """Return, by key, the arrays that only the root document describes; empty if arrays have
     documents of their own."""
     root = StoredCheckpoint(location).root
-    return {} if root is None or root.array_documents else root.arrays()
+    if root is None:
+        return {}
+    packs = root.packs is not None
+    return {
+        key: array
+        for key, array in root.arrays().items()
+        if not (root.array_documents and array.has_document(packs=packs))
+    }
 
 
 def create_array(location: Location, meta: ArrayMeta) -> None:

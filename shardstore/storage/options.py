@@ -25,6 +25,8 @@ class StepKeywords(TypedDict, total=False):
     verify_base: bool
     compression: str | None
     array_documents: bool
+    constants: bool
+    pack: bool
     replica_group: Any
     replicas: Literal["lowest", "equal"]
     progress: ProgressCallback | Literal["bar"] | None
@@ -44,6 +46,8 @@ class ChunkKeywords(TypedDict, total=False):
     target_chunk_bytes: int
     threads: int | None
     array_documents: bool
+    constants: bool
+    pack: bool
 
 
 class StrategyKeywords(ChunkKeywords, total=False):
@@ -95,6 +99,13 @@ class SaveOptions:
             find all arrays. ``zarr.open_array(url/node)`` and TensorStore, which open an array by
             its own path, find none, and ``zarr.open_group(url, use_consolidated=False)`` shows
             none. The Zarr v2 layout has no root document and refuses ``False``.
+        constants: store no chunk of an array whose elements all have the same bits (a step count,
+            zero moments), if one rank writes it whole: its document has the value, so that other
+            Zarr readers see it too. Versions before 0.2 refuse such a checkpoint. Not for the Zarr
+            v2 layout.
+        pack: put chunks of up to 1 MiB into few files, :ref:`packs`: zip files that Zarr readers
+            open as such, while the checkpoint's own ``zarr.json`` does not list their arrays. It
+            implies ``constants``. Versions before 0.2 refuse such a checkpoint.
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they divide the chunks by size. If they hold different shards, the main replicas
             write. With a group, ranks that are not the main replica need their data too.
@@ -119,6 +130,8 @@ class SaveOptions:
     verify_base: bool = False
     compression: str | None = None
     array_documents: bool = True
+    constants: bool = False
+    pack: bool = False
     replica_group: Any = None
     replicas: Literal["lowest", "equal"] = "lowest"
     progress: ProgressCallback | Literal["bar"] | None = None

@@ -192,6 +192,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
                 shared=session.shared_writes,
             )
             session.manifest.array_documents = options.array_documents
+            session.manifest.has_packs = options.pack
             _create_or_open_zarr_arrays(plan.tensors, session, plan.arrays)
             if is_v2:
                 nodes = {array.node for array in plan.arrays}
@@ -203,11 +204,16 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
 
 
 def _check_v2(options: SaveOptions) -> None:
-    if options.compression is not None or not options.array_documents:
-        name = "array_documents" if options.compression is None else "compression"
+    asked = {
+        "compression": options.compression is not None,
+        "array_documents": not options.array_documents,
+        "constants": options.constants,
+        "pack": options.pack,
+    }
+    if names := ", ".join(name for name, given in asked.items() if given):
         raise errors.FormatVersionError(
             "the Zarr v2 layout of Megatron-Core has no compression and no root document that "
-            f"describes its arrays: leave {name} out, or save with backend ('zarr', 2)"
+            f"describes its arrays: leave {names} out, or save with backend ('zarr', 2)"
         )
 
 

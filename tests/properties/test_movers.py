@@ -192,7 +192,7 @@ def test_files_are_those_of_tensorstore_and_records_say_what_is_in_them(
             data = (one.path / meta.node / meta.chunk_key(index)).read_bytes()
             assert record.stored_bytes == len(data)
             plain = data[:-4] if meta.has_crc else data
-            if meta.is_packed:
+            if meta.is_compressed:
                 plain = decompress(meta, memoryview(plain))
             assert len(plain) == meta.chunk_bytes
             assert record.crc == crc32c(plain)

@@ -26,6 +26,7 @@ from shardstore.storage.format.names import (
     object_place,
     require_inside,
 )
+from shardstore.storage.format.packs import is_pack
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
@@ -154,7 +155,7 @@ def own_names(
             # A document, or the temporary file of a process that died while writing one.
             is_data = (died or has_dcp) and first.endswith(".distcp")
             return is_data or first.partition(".new-")[0] in OWN_FILES
-        if first == ATTEMPTS:
+        if first == ATTEMPTS or is_pack(name):
             return True
         if first in foreign:
             return False

@@ -15,12 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.commit.packing import ChunkWriter, PackingMover, write_pack
 from shardstore.storage.format import documents
 from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest, content_digest
-from shardstore.storage.format.merge import Merged, merge
+from shardstore.storage.format.merge import Merged, joined, merge
 from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.codecs import constant_records
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.collector import collector_paused
@@ -109,8 +111,8 @@ class Files:
             AccessPatternError: see :meth:`RankManifest.add_array`.
         """
         for meta, created in arrays:
-            self._manifest.add_array(meta, created=created)
-            if created and documents:
+            add_array(self._manifest, meta, created=created)
+            if created and documents and meta.has_document(packs=self._manifest.has_packs):
                 self._keep(f"{meta.node}/{meta.document_name}", array_document(meta).encode())
 
     def _keep(self, name: str, data: bytes) -> None:
@@ -126,6 +128,15 @@ class Files:
     def flush(self) -> None:
         """Write the collected files. Raises the errors of :meth:`put`."""
         self.flush_beside(lambda: None)
+
+
+def add_array(manifest: RankManifest, meta: ArrayMeta, *, created: bool) -> None:
+    """Record an array, and the chunks of a constant one. Raises as
+    :meth:`RankManifest.add_array`."""
+    manifest.add_array(meta, created=created)
+    if created and meta.constant is not None:
+        for index, record in constant_records(meta):
+            manifest.add_chunk(meta, index, record)
 
 
 def write_chunks(
@@ -147,14 +158,18 @@ def write_chunks(
     Raises:
         StorageError: the store failed.
     """
-    manifest.array_documents = options.array_documents
+    manifest.array_documents, manifest.has_packs = options.array_documents, options.pack
     for meta, created in metas:
-        manifest.add_array(meta, created=created)
+        add_array(manifest, meta, created=created)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
 
-    Mover.of(attempt.location, options, attempt.check).write(writes, done)
+    mover: ChunkWriter = Mover.of(attempt.location, options, attempt.check)
+    if options.pack:
+        mover = PackingMover(mover, attempt, manifest, options)
+    mover.write(writes, done)
+    write_pack(attempt, manifest)
 
 
 def publish(
@@ -172,22 +187,49 @@ def publish(
         AccessPatternError: chunks are missing or were written twice; nothing is committed.
         CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
-    merged = merge_reports(reports, options)
+    merged = merge_reports(attempt, reports, options)
     if merged.array_documents:
-        found = zip(merged.arrays, merged.documents, strict=True)
-        attempt.put_all([(f"{m.node}/{m.document_name}", text.encode()) for m, (_, text) in found])
+        has_packs = merged.packs is not None
+        own = {m.node: m.document_name for m in merged.arrays if m.has_document(packs=has_packs)}
+        found = [(node, text) for node, text in merged.documents if node in own]
+        attempt.put_all([(f"{node}/{own[node]}", text.encode()) for node, text in found])
     commit(attempt, options, merged, about)
 
 
-def merge_reports(reports: Sequence[bytes | RankManifest], options: SaveOptions) -> Merged:
-    """Merge the writers' reports and check them.
+def join_reports(
+    attempt: Attempt, reports: Iterable[bytes | RankManifest], rank: int, *, from_bytes: int = 0
+) -> RankManifest:
+    """Return one report that combines those of several writers. Write a pack of their loose chunks,
+    if these have at least ``from_bytes``.
+
+    Args:
+        attempt: the attempt of the save.
+        reports: the reports.
+        rank: global rank of the caller.
+        from_bytes: least size of a pack.
+
+    Raises:
+        AccessPatternError, DamagedCheckpointError: see :func:`merge`.
+        StorageError: the store failed.
+    """
+    whole = joined(reports, rank)
+    if write_pack(attempt, whole, from_bytes=from_bytes):
+        attempt.flush()
+    return whole
+
+
+def merge_reports(
+    attempt: Attempt, reports: Sequence[bytes | RankManifest], options: SaveOptions, rank: int = 0
+) -> Merged:
+    """Merge the writers' reports and check them. See :func:`join_reports` for the arguments.
 
     Raises:
         AccessPatternError: chunks are missing or were written twice.
         KeyNameError: the names of two arrays collide.
     """
     with collector_paused():
-        merged = merge(reports, check=options.validate_access_integrity)
+        whole = join_reports(attempt, reports, rank)
+        merged = merge([whole], check=options.validate_access_integrity)
     check_collisions(meta.key for meta in merged.arrays)
     return merged
 
@@ -235,15 +277,20 @@ def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, 
 def _root(merged: Merged, about: About, record: Mapping[str, Any], manifest_bytes: int) -> bytes:
     """Return the root document, which is the commit."""
     files, manifest = sorted(merged.files.items()), merged.manifest
+    is_new = any(array.constant or array.places for array in merged.arrays)
     ours: dict[str, Any] = {
         **about.record,
         **({} if about.config is None else {CONFIG: about.config}),
-        "format_version": documents.FORMAT_VERSION,
+        "format_version": documents.FORMAT_VERSION if is_new else documents.PLAIN_VERSION,
         "commit": record,
         documents.CHUNK_SUMS: manifest.by_node(manifest.crc),
     }
-    if packed := [array.node for array in merged.arrays if array.is_packed]:
-        ours[documents.CHUNK_BYTES] = manifest.by_node(manifest.stored, packed)
+    compressed = [m.node for m in merged.arrays if m.is_compressed and m.places is None]
+    if compressed:
+        ours[documents.CHUNK_BYTES] = manifest.by_node(manifest.stored, compressed)
+    if merged.packs is not None:
+        packed = (array for array in merged.arrays if array.places is not None)
+        ours[documents.PACKS] = documents.packed_arrays(packed, merged.packs)
     if not merged.array_documents:
         ours[documents.ARRAY_DOCUMENTS] = False
     if files:

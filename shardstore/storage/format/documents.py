@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from binascii import a2b_base64
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,12 +21,15 @@ import msgspec
 from shardstore import errors
 from shardstore.storage.format import dtypes, names
 from shardstore.storage.format.grid import Grid
+from shardstore.storage.format.packs import Places, is_pack
 from shardstore.storage.runtime.checksums import crc32c
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 1
-"""Version in ``attributes.shardstore`` of the root document. A reader refuses a larger one."""
+FORMAT_VERSION = 2
+"""The largest version in ``attributes.shardstore`` of the root document that is read."""
+PLAIN_VERSION = 1
+"""Version of a checkpoint each of whose chunks is an object of its own."""
 
 CHUNK_SUMS = "chunk_crc32c"
 """Member of ``attributes.shardstore`` in the root document: the checksums of all chunks."""
@@ -42,6 +45,9 @@ FILE_BYTES = "file_bytes"
 
 ROOT_SUM = "root_crc32c"
 """Member beside it: the checksum of the root document itself, see :func:`root_document`."""
+
+PACKS = "packs"
+"""Member beside it: the packs, and the arrays whose chunks lie in them."""
 
 ARRAY_DOCUMENTS = "array_documents"
 """Member beside it: false if arrays have no documents of their own; otherwise absent."""
@@ -89,6 +95,8 @@ class ArrayMeta:
             them.
         sizes: the same for the size of each compressed chunk in bytes.
         v2_keys: whether a Zarr v3 array has the chunk keys of Zarr v2.
+        constant: the bits that all elements have, if no chunk is stored.
+        places: where the chunks lie, if they are packed.
     """
 
     key: str
@@ -103,6 +111,8 @@ class ArrayMeta:
     crcs: bytes | None = field(default=None, compare=False, repr=False)
     sizes: bytes | None = field(default=None, compare=False, repr=False)
     v2_keys: bool = False
+    constant: bytes | None = None
+    places: Places | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,6 +131,9 @@ class ArrayMeta:
 
     def expected_size(self, number: int) -> int | None:
         """Return the size of a compressed chunk from the commit, as :meth:`expected_crc`."""
+        if self.places is not None:
+            place = self.places.of(number)
+            return place.last - place.first
         return None if self.sizes is None else _number(self.sizes, number)
 
     @property
@@ -134,7 +147,7 @@ class ArrayMeta:
         return self.codecs in ((), (CRC32C,))
 
     @property
-    def is_packed(self) -> bool:
+    def is_compressed(self) -> bool:
         """Whether a chunk object is the compressed chunk with a crc32c after it."""
         return self.codecs is not None and len(self.codecs) == 2
 
@@ -149,6 +162,12 @@ class ArrayMeta:
     def chunk_name(self, index: Sequence[int]) -> str:
         """Return the name of a chunk's file or object below the root."""
         return f"{self.node}/{self.chunk_key(index)}"
+
+    def has_document(self, *, packs: bool) -> bool:
+        """Return whether the array has a document of its own, in a checkpoint with array documents.
+        ``packs``: whether the checkpoint has packs, and so no objects for what needs none."""
+        is_stored = self.constant is None and self.grid.size > 0
+        return self.places is None and (is_stored or not packs)
 
     @property
     def document_name(self) -> str:
@@ -194,7 +213,13 @@ def array_document(meta: ArrayMeta) -> str:
             "dimension_separator": meta.separator,
         }
     else:
-        shards = {} if meta.shard_shape is None else {"shard_shape": meta.shard_shape}
+        ours: dict[str, Any] = {"key": meta.key}
+        if meta.shard_shape is not None:
+            ours["shard_shape"] = meta.shard_shape
+        fill_value = _FILL_VALUES.get(kind, 0.0)
+        if meta.constant is not None:
+            ours["constant"] = True
+            fill_value = dtypes.fill_value(meta.dtype, meta.constant)
         document = {
             "zarr_format": 3,
             "node_type": "array",
@@ -202,11 +227,11 @@ def array_document(meta: ArrayMeta) -> str:
             "data_type": meta.dtype,
             "chunk_grid": _named("regular", chunk_shape=chunk_shape),
             "chunk_key_encoding": _named("default", separator=meta.separator),
-            "fill_value": _FILL_VALUES.get(kind, 0.0),
+            "fill_value": fill_value,
             "codecs": _codec_documents(meta.dtype, meta.codecs),
             # xarray requires one length for all axes of the same name, so names have the key.
             "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(shape))],
-            "attributes": {"shardstore": {"key": meta.key, **shards}},
+            "attributes": {"shardstore": ours},
         }
     return msgspec.json.encode(document).decode()
 
@@ -277,6 +302,7 @@ class _Array(msgspec.Struct, tag_field="node_type", tag="array"):
     chunk_key_encoding: msgspec.Raw
     codecs: msgspec.Raw
     attributes: msgspec.Raw = _NULL
+    fill_value: Any = None
 
 
 class _V2Array(msgspec.Struct):
@@ -298,6 +324,58 @@ class _V2Array(msgspec.Struct):
 class _Own(msgspec.Struct):
     key: str | None = None
     shard_shape: Shape | None = None
+    constant: bool = False
+
+
+class _Packed(msgspec.Struct, array_like=True):
+    """An array of which each chunk is packed."""
+
+    data_type: str
+    shape: Shape
+    chunk_shape: Shape
+    compressor: str | None
+    shard_shape: Shape | None
+    key: str | None
+    places: str
+
+    def array(self, node: str, files: tuple[str, ...], sums: object) -> ArrayMeta:
+        """Return the array. Raise ``ValueError`` if it is impossible."""
+        _require_possible(self.shape, self.chunk_shape)
+        dtypes.check(self.data_type, node)
+        grid = Grid(self.shape, self.chunk_shape)
+        codecs = (CRC32C,) if self.compressor is None else (self.compressor, CRC32C)
+        places = Places(files, a2b_base64(self.places, strict_mode=True))
+        crcs = _numbers(sums, grid.size) if isinstance(sums, str) else None
+        if 0 in self.chunk_shape or codecs not in _CHAINS or not places.fit(grid.size) or not crcs:
+            raise ValueError(f"{self!r:.200}")
+        return ArrayMeta(
+            self.key or names.key_of(node) or node,
+            node,
+            grid,
+            self.data_type,
+            codecs,
+            shard_shape=_shards(self.shard_shape, grid),
+            crcs=crcs,
+            places=places,
+        )
+
+
+def packed_arrays(metas: Iterable[ArrayMeta], files: Iterable[str]) -> dict[str, Any]:
+    """Return the member :data:`PACKS` of a commit.
+
+    Args:
+        metas: the packed arrays.
+        files: names of the packs.
+    """
+    arrays = {}
+    for meta in metas:
+        assert meta.codecs is not None
+        assert meta.places is not None
+        key = None if names.key_of(meta.node) == meta.key else meta.key
+        compressor = meta.codecs[0] if meta.is_compressed else None
+        places = b2a_base64(meta.places.rows, newline=False).decode()
+        arrays[meta.node] = [meta.dtype, *meta.grid, compressor, meta.shard_shape, key, places]
+    return {"files": list(files), "arrays": arrays}
 
 
 class _Attributes(msgspec.Struct):
@@ -349,7 +427,13 @@ def _decoded(decoder: msgspec.json.Decoder[T], text: bytes, url: str) -> T:
 
 
 def parse_array(
-    node: str, text: bytes, url: str, sums: object = None, sizes: object = None
+    node: str,
+    text: bytes,
+    url: str,
+    sums: object = None,
+    sizes: object = None,
+    *,
+    constants: bool = False,
 ) -> ArrayMeta | None:
     """Parse the ``zarr.json`` of a node; ``None`` for a group.
 
@@ -359,6 +443,8 @@ def parse_array(
         url: URL of the document, for error texts.
         sums: base64 of :attr:`ArrayMeta.crcs`, if known; ignored if they do not fit the grid.
         sizes: the same for :attr:`ArrayMeta.sizes`.
+        constants: whether to believe a document that its array is constant. A program that copies
+            an array may copy its attributes, so only the commit of a checkpoint shows it.
 
     Raises:
         NotACheckpointError: the document is not valid JSON.
@@ -372,15 +458,18 @@ def parse_array(
     shared = bytes(document.codecs), bytes(document.chunk_key_encoding)
     try:
         grid, codecs, separator, v2_keys = _layout(document.shape, chunk_shape, *shared)
+        dtypes.check(document.data_type, url)
+        try:
+            own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
+        except msgspec.ValidationError:
+            own = _Own()  # attributes of another program
+        constant = (
+            own.constant and constants and dtypes.bits_of(document.data_type, document.fill_value)
+        )
     except (msgspec.ValidationError, ValueError) as error:
         raise errors.FormatVersionError(
             f"{url} is no array that this version of shardstore reads: {error}", url=url
         ) from error
-    dtypes.check(document.data_type, url)
-    try:
-        own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
-    except msgspec.ValidationError:
-        own = _Own()  # attributes of another program
     return ArrayMeta(
         own.key or names.key_of(node) or node,
         node,
@@ -393,6 +482,7 @@ def parse_array(
         crcs=_numbers(sums, grid.size) if isinstance(sums, str) else None,
         sizes=_numbers(sizes, grid.size) if isinstance(sizes, str) else None,
         v2_keys=v2_keys,
+        constant=constant or None,
     )
 
 
@@ -519,6 +609,8 @@ class RootDocument:
             names.
         file_bytes: name below the root -> size in bytes of these files and the manifest; empty in
             older checkpoints.
+        packs: names of the packs; ``None`` for a checkpoint without.
+        packed: node -> description of each packed array.
     """
 
     url: str
@@ -536,9 +628,35 @@ class RootDocument:
         self.chunk_sums = _dict_of(self.about, CHUNK_SUMS)
         self.chunk_bytes = _dict_of(self.about, CHUNK_BYTES)
         self.file_sums = _dict_of(self.about, FILE_SUMS)
+        packs = self.about.get(PACKS)
+        self.packed = _dict_of(packs, "arrays")
+        self.packs: tuple[str, ...] | None = None
+        if isinstance(packs, dict):
+            self.packs = tuple(map(str, packs.get("files", ())))
         sizes = _dict_of(self.about, FILE_BYTES)
         # No file is larger, and the calls of the operating system take no larger number.
         self.file_bytes = {n: b for n, b in sizes.items() if type(b) is int and 0 <= b < 2**62}
+
+    @property
+    def nodes(self) -> set[str]:
+        """The nodes of all arrays, and of groups of other programs."""
+        return {*self.texts, *self.packed}
+
+    def used_packs(self, without: Collection[str] = ()) -> set[str]:
+        """Return the names of the packs in which a chunk of an array lies. Arrays of the nodes
+        ``without`` do not count."""
+        arrays = (array for array in self._packed_arrays() if array.node not in without)
+        return {name for array in arrays if array.places for name in array.places.names()}
+
+    def _packed_arrays(self) -> Iterator[ArrayMeta]:
+        for node, row in self.packed.items():
+            try:
+                found = msgspec.convert(row, _Packed)
+                yield found.array(node, self.packs or (), self.chunk_sums.get(node))
+            except (msgspec.ValidationError, ValueError, errors.DTypeMismatchError) as error:
+                raise self.damaged(
+                    f"has a description of the packed {node!r} that no save writes ({error})"
+                ) from error
 
     def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
         """Return all arrays by key.
@@ -554,14 +672,15 @@ class RootDocument:
                 arrays have the same key.
         """
         sums, sizes = self.chunk_sums, self.chunk_bytes
-        ours = self.format_version is not None and not self.is_rewritten
+        version = self.format_version
+        ours = version is not None and not self.is_rewritten
+        constants = version is not None and version > PLAIN_VERSION
         no_save = "has a description of {!r} that no save writes ({})"
         found = []
         for node, text in self.texts.items():
             try:
-                meta = parse_array(
-                    node, text, f"{self.url}/{node}", sums.get(node), sizes.get(node)
-                )
+                about = sums.get(node), sizes.get(node)
+                meta = parse_array(node, text, f"{self.url}/{node}", *about, constants=constants)
             except (errors.FormatVersionError, errors.DTypeMismatchError) as error:
                 if refused is not None and self.format_version is None:
                     refused[names.key_of(node) or node] = error
@@ -574,11 +693,19 @@ class RootDocument:
             elif ours:
                 what = "a group" if meta is None else "unknown codecs"
                 raise self.damaged(no_save.format(node, what))
+        found += self._packed_arrays()
         return by_key(found, self.url)
 
     def without(self, nodes: Collection[str]) -> bytes:
         """Return the document without some arrays and their checksums."""
         about = dict(self.about)
+        if self.packs is not None:
+            rows = {node: row for node, row in self.packed.items() if node not in nodes}
+            about[PACKS] = {"files": list(self.packs), "arrays": rows}
+            unused = set(self.packs) - self.used_packs(nodes)
+            for name in (FILE_SUMS, FILE_BYTES):
+                kept_files = _dict_of(about, name).items()
+                about[name] = {file: n for file, n in kept_files if file not in unused}
         for name, column in ((CHUNK_SUMS, self.chunk_sums), (CHUNK_BYTES, self.chunk_bytes)):
             if name in about:
                 about[name] = {node: text for node, text in column.items() if node not in nodes}
@@ -652,6 +779,8 @@ def parse_root(text: bytes, url: str) -> RootDocument:
             f"up to {FORMAT_VERSION}: upgrade shardstore to load it",
             url=url,
         )
-    for name in (*texts, *root.file_sums):
+    for name in (*texts, *root.packed, *root.file_sums):
         names.require_inside(name, url)
+    if wrong := [name for name in root.packs or () if not is_pack(name)]:
+        raise root.damaged(f"names {wrong[0]!r:.100} as a pack, which no save writes")
     return root

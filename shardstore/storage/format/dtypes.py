@@ -11,6 +11,7 @@ and its codec ``bytes`` stores each in a byte of its own.
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from functools import cache
@@ -122,6 +123,54 @@ def itemsize(name: str) -> int:
     except (KeyError, TypeError):  # a name of another type
         check(name)
         raise
+
+
+def fill_value(name: str, bits: bytes) -> Any:
+    """Return the fill value of a Zarr v3 document that has exactly these bits (core specification
+    and registry, "Fill value"): a number where a number keeps them, else hexadecimal digits.
+
+    Args:
+        name: Zarr name of the data type.
+        bits: an element, little-endian.
+    """
+    import numpy as np
+
+    if name.startswith("complex"):
+        part, half = f"float{4 * len(bits)}", len(bits) // 2
+        return [fill_value(part, bits[:half]), fill_value(part, bits[half:])]
+    if name.startswith(("bool", "int", "uint")):
+        return np.frombuffer(bits, numpy_dtype(name))[0].item()
+    if name not in (*PACKED, "float8_e8m0fnu"):  # of which readers disagree about numbers
+        number = float(np.frombuffer(bits, numpy_dtype(name))[0])
+        if math.isfinite(number):
+            return number
+    return f"0x{bits[::-1].hex()}"
+
+
+def bits_of(name: str, value: Any) -> bytes:
+    """Return the bits of a fill value, the inverse of :func:`fill_value`.
+
+    Raises:
+        ValueError: it is no value of the data type.
+    """
+    import numpy as np
+
+    size = itemsize(name)
+    try:
+        if name.startswith("complex"):
+            real, imaginary = (bits_of(f"float{4 * size}", part) for part in value)
+            return real + imaginary
+        if isinstance(value, str) and value.startswith("0x"):
+            bits = bytes.fromhex(value[2:])[::-1]
+        elif name.startswith(("bool", "int", "uint")):
+            bits = np.array(value, numpy_dtype(name)).tobytes()
+        else:
+            bits = np.array(float(value)).astype(numpy_dtype(name)).tobytes()
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"fill value {value!r:.60} of {name}") from error
+    if len(bits) != size:
+        raise ValueError(f"fill value {value!r:.60} of {name}")
+    return bits
 
 
 def v2_dtype(name: str) -> str:

@@ -29,9 +29,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import AccessPatternError, DamagedCheckpointError, as_damage
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.names import require_inside
+from shardstore.storage.format.packs import PACKS, Pack
 from shardstore.storage.runtime.checksums import crc32c
 
 ROW = np.dtype(
@@ -46,9 +47,15 @@ ROW = np.dtype(
 )
 """Row of a chunk in a rank's report: the number of its array, its position in C order over the
 grid, and the columns of :class:`Manifest`."""
+PLACE = np.dtype(
+    [("array", "<i8"), ("chunk", "<i8"), ("file", "<u4"), ("first", "<u8"), ("size", "<u4")]
+)
+"""Row of a packed chunk in a rank's report: array and chunk as in :data:`ROW`, the number of its
+pack, its first byte in there, and its size in bytes."""
 MOST_PACKED = 100
 """Maximum compression ratio of the member ``arrays``, beyond 64 KiB of uncompressed text."""
 _PACK_ROW = struct.Struct("<qqQII16s").pack
+_PACK_PLACE = struct.Struct("<qqIQI").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class RankManifest:
         copies: keys that it holds copies of and did not write, if it reports them.
         reused_bytes: bytes of the chunks that it reused from a base.
         array_documents: whether it writes the documents of the arrays that it creates.
+        has_packs: whether it packs small chunks.
         seconds: phase of the save -> seconds, for the commit record.
         arrays: key of each array that it writes to -> number of the array in ``rows``,
             :func:`summary_of` the array, and the rank (the first one, after :meth:`join`) that
@@ -88,8 +96,12 @@ class RankManifest:
         created: key -> array, for each array that it creates.
         rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
+        packs: names of the packs that it wrote; an empty name is that of ``loose``.
+        places: one :data:`PLACE` for each packed chunk.
+        loose: a pack that is not written yet.
         others: for a report that :meth:`join` filled, the added reports without their arrays and
-            chunks. Its own members above ``arrays`` have no meaning then.
+            chunks. Its own members above ``arrays`` have no meaning then, but for the packs in
+            ``files``.
     """
 
     rank: int
@@ -98,11 +110,15 @@ class RankManifest:
     copies: Sequence[str] = ()
     reused_bytes: int = 0
     array_documents: bool = True
+    has_packs: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     arrays: dict[str, tuple[int, str, int]] = field(default_factory=dict)
     created: dict[str, ArrayMeta] = field(default_factory=dict)
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
+    packs: list[str] = field(default_factory=list)
+    places: bytearray = field(default_factory=bytearray)
+    loose: Pack | None = None
     others: list[RankManifest] = field(default_factory=list)
 
     def add_array(self, meta: ArrayMeta, *, created: bool) -> None:
@@ -130,6 +146,39 @@ class RankManifest:
             number, chunk, record.stored_bytes, record.crc, self.rank, record.digest
         )
         self.running.extend(record.running)
+
+    def pack_chunk(
+        self, meta: ArrayMeta, index: Sequence[int], content: Iterable[bytes | memoryview]
+    ) -> int:
+        """Put the stored bytes of a chunk into :attr:`loose`, and return the size of this pack in
+        bytes. The array must have been added before."""
+        if self.loose is None:
+            self.loose = Pack()
+            self.packs.append("")
+        first, size = self.loose.add(meta.chunk_name(index), content)
+        number, chunk = self.arrays[meta.key][0], meta.grid.linear(index)
+        self.places += _PACK_PLACE(number, chunk, len(self.packs) - 1, first, size)
+        return len(self.loose.body)
+
+    def close_pack(self) -> tuple[str, bytes] | None:
+        """Return name and content of :attr:`loose` as a file, which the caller must write; ``None``
+        if there is none. It describes the arrays of which it has every chunk."""
+        if self.loose is None:
+            return None
+        file = self.packs.index("")
+        rows = np.frombuffer(self.places, PLACE)
+        held = np.bincount(rows["array"][rows["file"] == file], minlength=len(self.arrays))
+        whole = (
+            self.created[key]
+            for key, (number, _, _) in self.arrays.items()
+            if held[number] and key in self.created and held[number] == self.created[key].grid.size
+        )
+        data = self.loose.close([(meta.node, array_document(meta)) for meta in whole])
+        number = sum(name.startswith(f"{PACKS}/{self.rank}.") for name in self.packs)
+        name = self.packs[file] = f"{PACKS}/{self.rank}.{number}.zip"
+        self.loose = None
+        self.add_file(name, data)
+        return name, data
 
     def add_file(self, name: str, data: bytes) -> None:
         """Record a file other than a chunk, by its name below the root."""
@@ -159,13 +208,45 @@ class RankManifest:
         rows["array"] = np.array(numbers, np.int64)[rows["array"]]
         self.rows += rows.tobytes()
         self.running += other.running
+        self._join_packs(other, numbers)
+        if other.others:
+            self.files |= other.files  # packs that were written of joined reports
         self.others += other.others or [
-            replace(other, arrays={}, created={}, rows=bytearray(), running=array("I"))
+            replace(
+                other,
+                arrays={},
+                created={},
+                rows=bytearray(),
+                running=array("I"),
+                packs=[],
+                places=bytearray(),
+                loose=None,
+            )
         ]
+
+    def _join_packs(self, other: RankManifest, numbers: list[int]) -> None:
+        """Add the packs of another report. ``numbers``: its arrays in this report."""
+        if not other.packs:
+            return
+        places = np.frombuffer(other.places, PLACE).copy()
+        places["array"] = np.array(numbers, np.int64)[places["array"]]
+        files = np.arange(len(other.packs), dtype=np.uint32) + len(self.packs)
+        if other.loose is not None and self.loose is not None:
+            loose = other.packs.index("")
+            places["first"][places["file"] == loose] += self.loose.extend(other.loose)
+            files[loose:] -= 1
+            files[loose] = self.packs.index("")
+            self.packs += other.packs[:loose] + other.packs[loose + 1 :]
+        else:
+            self.loose = self.loose or other.loose
+            self.packs += other.packs
+        places["file"] = files[places["file"]]
+        self.places += places.tobytes()
 
     def to_bytes(self) -> bytes:
         """Return the serialised report for the coordinator, see :meth:`from_bytes`."""
-        return zlib.compress(pickle.dumps(self), 1)
+        # The chunks of a pack are numbers, which take long and do not shrink.
+        return zlib.compress(pickle.dumps(self), 1 if self.loose is None else 0)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankManifest:
@@ -192,9 +273,10 @@ class RankManifest:
 def summary_of(meta: ArrayMeta) -> str:
     """Return a text of all properties of an array on which the ranks must agree."""
     sharding = "" if meta.shard_shape is None else f", shards of {meta.shard_shape}"
+    packed = "" if meta.places is None else ", packed"
     return (
         f"global shape {meta.shape}, data type {meta.dtype}{sharding}, chunks of "
-        f"{meta.grid.chunk_shape}, codecs {meta.codecs}, Zarr v{meta.zarr_format}"
+        f"{meta.grid.chunk_shape}, codecs {meta.codecs}, Zarr v{meta.zarr_format}{packed}"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError
 from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.grid import inner_blocks
-from shardstore.storage.format.manifest import ROW, Manifest, RankManifest
+from shardstore.storage.format.manifest import PLACE, ROW, Manifest, RankManifest
+from shardstore.storage.format.packs import Places
 
 MAX_COLUMNS_RANKS = 256
 """Up to this number of ranks, the columns of the commit record have one value per rank."""
@@ -32,13 +33,14 @@ class Merged:
 
     Attributes:
         manifest: the manifest of the checkpoint.
-        documents: ``(node, document text)`` of every array.
+        documents: ``(node, document text)`` of every array that is not packed.
         arrays: metadata of every array.
         objects: unique key of each sharded object -> ranks that wrote it.
         files: name -> crc32c and size of the files other than chunks.
         copies: rank -> keys that it holds copies of, for the ranks that report them.
         reused_bytes: bytes of the chunks that were reused from a base.
         array_documents: whether each array has its own document in addition to the root's copy.
+        packs: names of the packs; ``None`` if small chunks are not packed.
         ranks: bytes, chunks and durations of each rank, see :func:`rank_record`.
     """
 
@@ -50,6 +52,7 @@ class Merged:
     copies: dict[int, Sequence[str]]
     reused_bytes: int
     array_documents: bool
+    packs: Sequence[str] | None
     ranks: dict[str, Any]
 
 
@@ -68,7 +71,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
         AccessPatternError: "Invalid access pattern", with key, region and ranks; or the ranks
             disagree about ``array_documents``.
     """
-    whole = _joined(reports)
+    whole = joined(reports)
     for key, (_, _, rank) in whole.arrays.items():
         if key not in whole.created:
             raise AccessPatternError(
@@ -82,7 +85,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     numbers = {key: number for number, key in enumerate(created)}
     rows = np.frombuffer(whole.rows, ROW)
     array = np.array([numbers[key] for key in whole.arrays], np.int64)[rows["array"]]
-    metas = list(created.values())
+    metas = _with_places(whole, list(created.values()), numbers)
     entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
     starts = np.cumsum([0, *(chunks for _, chunks, _ in entries)], dtype=np.int64)
     position = starts[array] + rows["chunk"]
@@ -105,13 +108,14 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
             **{name: ordered[name].copy() for name in ("stored", "crc", "digest", "rank")},
             running=_running(whole, array, starts, [size for _, _, size in entries]),
         ),
-        [(meta.node, array_document(meta)) for meta in metas],
+        [(meta.node, array_document(meta)) for meta in metas if meta.places is None],
         metas,
         objects,
-        {name: sums for part in whole.others for name, sums in part.files.items()},
+        {name: sums for part in (whole, *whole.others) for name, sums in part.files.items()},
         {part.rank: part.copies for part in whole.others if part.copies},
         sum(part.reused_bytes for part in whole.others),
-        _array_documents(whole.others),
+        _agreed(whole.others, "array_documents", default=True),
+        whole.packs if _agreed(whole.others, "has_packs", default=False) else None,
         rank_record(seconds, stored.tolist(), chunks.tolist()),
     )
 
@@ -122,11 +126,12 @@ def join(reports: Sequence[bytes]) -> bytes:
     Raises:
         AccessPatternError, DamagedCheckpointError: as :func:`merge`.
     """
-    return _joined(reports).to_bytes()
+    return joined(reports).to_bytes()
 
 
-def _joined(reports: Iterable[bytes | RankManifest]) -> RankManifest:
-    whole = RankManifest(0)
+def joined(reports: Iterable[bytes | RankManifest], rank: int = 0) -> RankManifest:
+    """Return :func:`join` of reports as an object of the rank that joins them."""
+    whole = RankManifest(rank)
     for report in reports:
         if isinstance(report, bytes):
             report = RankManifest.from_bytes(report)
@@ -134,16 +139,41 @@ def _joined(reports: Iterable[bytes | RankManifest]) -> RankManifest:
     return whole
 
 
-def _array_documents(parts: Iterable[RankManifest]) -> bool:
-    """Return whether arrays have documents of their own. Raise if the ranks disagree."""
-    ranks = {bool(part.array_documents): part.rank for part in parts}
+_OPTIONS = {"array_documents": "array_documents", "has_packs": "pack"}
+"""Members of a report on which the ranks must agree, and the options that set them."""
+
+
+def _agreed(parts: Iterable[RankManifest], name: str, *, default: bool) -> bool:
+    """Return a member of all reports. Raise if the ranks disagree."""
+    ranks = {bool(getattr(part, name)): part.rank for part in parts}
     if len(ranks) > 1:
+        option = _OPTIONS[name]
         raise AccessPatternError(
-            f"rank {ranks[True]} saves with array_documents=True but rank {ranks[False]} with "
-            "array_documents=False; give every rank the same",
+            f"rank {ranks[True]} saves with {option}=True but rank {ranks[False]} with "
+            f"{option}=False; give every rank the same",
             rank=ranks[False],
         )
-    return next(iter(ranks), True)
+    return next(iter(ranks), default)
+
+
+def _with_places(
+    whole: RankManifest, metas: list[ArrayMeta], numbers: Mapping[str, int]
+) -> list[ArrayMeta]:
+    """Return arrays with the places of packed chunks. ``numbers``: key -> position in ``metas``."""
+    places = np.frombuffer(whole.places, PLACE)
+    if not len(places):
+        return metas
+    files = tuple(whole.packs)
+    starts = np.cumsum([0, *(meta.grid.size if meta.places is not None else 0 for meta in metas)])
+    array = np.array([numbers[key] for key in whole.arrays], np.int64)[places["array"]]
+    rows = np.zeros(int(starts[-1]), [(name, PLACE[name]) for name in ("file", "first", "size")])
+    position = starts[array] + places["chunk"]
+    for name in rows.dtype.names or ():
+        rows[name][position] = places[name]
+    return [
+        meta if meta.places is None else replace(meta, places=Places(files, rows[a:b].tobytes()))
+        for meta, a, b in zip(metas, starts[:-1], starts[1:], strict=True)
+    ]
 
 
 def _running(

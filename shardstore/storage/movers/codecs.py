@@ -7,20 +7,26 @@ the bytes that zarr-python would write. TensorStore decodes the codecs of other 
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from shardstore.errors import ArgumentError
+from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import COMPRESSORS, ArrayMeta
 from shardstore.storage.format.grid import block_bytes, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunk_bytes import as_bytes, pieces, whole_chunk
 from shardstore.storage.runtime.checksums import Sums, crc32c
 
+PIECE_BYTES = 1024 * 1024
+"""The chunks of a constant array are hashed in pieces of this size."""
 CRC = struct.Struct("<I")
 CRC_BYTES = CRC.size
 MAX_COMPRESSED_BYTES = 0x7E000000
@@ -49,7 +55,7 @@ def uncompressed_bytes(array: ArrayMeta) -> int:
 def stored_bytes(array: ArrayMeta, number: int) -> int | None:
     """Return the size of a stored chunk in bytes; ``None`` for a compressed chunk whose size the
     commit does not have. ``number`` is the position of the chunk in C order over the grid."""
-    return array.expected_size(number) if array.is_packed else uncompressed_bytes(array)
+    return array.expected_size(number) if array.is_compressed else uncompressed_bytes(array)
 
 
 def most_stored_bytes(array: ArrayMeta, number: int) -> int:
@@ -90,18 +96,36 @@ class EncodedChunk:
     def __iter__(self) -> Iterator[list[bytes | memoryview]]:
         array, shape = self._array, self._array.grid.chunk_shape
         data, limit = self._data, self._piece_bytes
-        if array.is_packed or limit is None:
+        if array.is_compressed or limit is None:
             data, limit = whole_chunk(data, shape), array.chunk_bytes
         for piece in pieces(data, shape, limit):
             self._sums.add(piece)
             item: list[bytes | memoryview] = [piece]
-            if array.is_packed:
+            if array.is_compressed:
                 packed = _compress(array, data)
                 item = [packed, CRC.pack(crc32c(packed, 0))]
             elif array.has_crc and self._sums.position == array.chunk_bytes:
                 item.append(CRC.pack(self._sums.crc))
             self._stored += sum(map(len, item))
             yield item
+
+
+def constant_records(array: ArrayMeta) -> Iterator[tuple[tuple[int, ...], ChunkRecord]]:
+    """Yield index and record of each chunk of a constant array, of which nothing is stored."""
+    plain, known = replace(array, codecs=()), dict[tuple[int, ...], ChunkRecord]()
+    for index in map(array.grid.index_at, range(array.grid.size)):
+        shape = array.grid.box(index).shape
+        if shape not in known:
+            chunk = EncodedChunk(plain, np.broadcast_to(constant_value(array), shape), PIECE_BYTES)
+            deque(chunk, 0)
+            known[shape] = replace(chunk.record, stored_bytes=0)
+        yield index, known[shape]
+
+
+def constant_value(array: ArrayMeta) -> NDArray[Any]:
+    """Return the value of all elements of a constant array, without axes."""
+    assert array.constant is not None
+    return np.frombuffer(array.constant, dtypes.numpy_dtype(array.dtype)).reshape(())
 
 
 def decompress(array: ArrayMeta, packed: memoryview) -> bytes:

@@ -306,7 +306,7 @@ def read_file(path: str, verifier: ChunkVerifier, part: ChunkPart | None = None)
     array = verifier.array
     try:
         require_stored_size(array, verifier.number, os.fstat(fd).st_size)
-        views = None if part is None or array.is_packed else _targets(part, verifier)
+        views = None if part is None or array.is_compressed else _targets(part, verifier)
         for view in views or repeat(scratch(IO_BYTES).data):
             got = _fill(fd, view, verifier.first + verifier.count)
             verifier.update(view[:got])

@@ -28,9 +28,10 @@ from shardstore.storage.movers.chunks import (
     WriteDone,
     chunk_parts,
 )
-from shardstore.storage.movers.codecs import BadChunkError
+from shardstore.storage.movers.codecs import BadChunkError, constant_records, constant_value
+from shardstore.storage.movers.packed import read_packed
 from shardstore.storage.movers.ranges import FileBox, Slab, slabs_of
-from shardstore.storage.movers.verify import ChunkVerifier
+from shardstore.storage.movers.verify import ChunkVerifier, require_stored_size
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -89,10 +90,20 @@ class Mover(ABC):
             ChunkMissingError, ChunkCorruptError: a chunk is missing or damaged. The error names
                 key, chunk and, if the manifest has it, the rank that wrote the chunk.
         """
-        own = [region for region in reads if region.array.codecs is not None]
-        other = [region for region in reads if region.array.codecs is None]
+        own, packed, other = list[RegionRead](), list[RegionRead](), list[RegionRead]()
+        for region in reads:
+            if region.array.constant is not None:
+                region.out[...] = constant_value(region.array)
+                done(region.out.nbytes, sum(1 for _ in region.array.grid.overlapping(region.box)))
+            elif region.array.places is not None:
+                packed.append(region)
+            else:
+                (other if region.array.codecs is None else own).append(region)
         parts = [part for region in own for part in chunk_parts(region)]
         self.read_parts(parts, manifest, done)
+        if packed:
+            parts = [part for region in packed for part in chunk_parts(region)]
+            read_packed(self.location, parts, manifest, done, self.options.budget_bytes)
         if other:
             # Imported here: few loads need TensorStore, whose import takes long.
             from shardstore.storage.movers.tensorstore_reader import read_decoded
@@ -110,6 +121,7 @@ class Mover(ABC):
         manifest: Manifest | None,
         *,
         hashes: bool = False,
+        stored: memoryview | None = None,
     ) -> tuple[int, BadChunkError | None]:
         """Verify one chunk and discard its data. Several threads may call it.
 
@@ -119,16 +131,23 @@ class Mover(ABC):
             manifest: the checkpoint's manifest, if it has one.
             hashes: whether to compare the 128-bit hash too, which takes a second pass over the
                 bytes.
+            stored: the stored bytes of the chunk, if they were read before.
 
         Returns:
             Number of bytes read, and the problem; ``None`` if the chunk is intact.
         """
         number, name = array.grid.linear(index), array.chunk_name(index)
+        if array.constant is not None:
+            return 0, self._verify_constant(array, number, manifest)
         rows = None if manifest is None else manifest.rows(array)
         crc = None if rows is None else int(rows.crc[number])
         digest = None if rows is None or not hashes else rows.digest[number].tobytes()
         verifier = ChunkVerifier(array, number, 0, array.chunk_bytes, crc=crc, digest=digest)
         try:
+            if array.places is not None or stored is not None:
+                verifier.update(self._packed(array, number) if stored is None else stored)
+                verifier.finish()
+                return verifier.count, None
             if array.codecs is not None:
                 return self.read_discarding(name, verifier), None
             box = array.grid.box(index)
@@ -147,6 +166,25 @@ class Mover(ABC):
             if not self.location.is_damage(error):
                 raise
             return 0, BadChunkError("unreadable", f"cannot be read: {_first_line(error)}")
+
+    def _packed(self, array: ArrayMeta, number: int) -> memoryview:
+        """Return the stored bytes of a packed chunk. Raise errors as :meth:`read_discarding`."""
+        assert array.places is not None
+        name, first, last = array.places.of(number)
+        require_stored_size(array, number, last - first)
+        if (data := self.location.read_range(name, first, last)) is None:
+            raise FileNotFoundError(name)
+        return memoryview(data)
+
+    @staticmethod
+    def _verify_constant(
+        array: ArrayMeta, number: int, manifest: Manifest | None
+    ) -> BadChunkError | None:
+        rows = None if manifest is None else manifest.rows(array)
+        record = next(r for i, r in constant_records(array) if array.grid.linear(i) == number)
+        if rows is None or rows.digest[number].tobytes() == record.digest:
+            return None
+        return BadChunkError("manifest", "is not stored, and its constant is not what was saved")
 
     @abstractmethod
     def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:

@@ -9,7 +9,6 @@ GETs.
 
 from __future__ import annotations
 
-import operator
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,7 +25,14 @@ from shardstore.storage.movers import codecs
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.ranges import FileBox, Slab, read_bytes
+from shardstore.storage.movers.ranges import (
+    GAP_BYTES,
+    REQUESTS,
+    FileBox,
+    Slab,
+    grouped,
+    read_bytes,
+)
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_batched
@@ -42,12 +48,6 @@ from shardstore.storage.stores.prefix import ObjectPrefix
 
 T = TypeVar("T", ChunkWrite, ChunkPart)
 
-GAP_BYTES = 1024 * 1024
-"""Runs with gaps up to this size are read from a store with one request: the gap takes less time
-than another request."""
-REQUEST_BYTES = 8 * 1024 * 1024
-REQUESTS = 8
-"""Concurrent requests for ranges. They use at most 8 times :data:`REQUEST_BYTES` of memory."""
 CONNECTION_BYTES = 512 * 1024
 """Buffer size of a TensorStore connection; a small object fills only a part of the buffer."""
 LEAST_CONNECTION_BYTES = 96 * 1024
@@ -112,25 +112,7 @@ class ObjectMover(Mover):
                     slab.out[...] = view_in_chunk(own, slab.out, slab.shape)
                     done(slab.out.nbytes, 0)
 
-        run_batched(list(_grouped(slabs)), request, threads=REQUESTS)
-
-
-def _grouped(slabs: Sequence[Slab]) -> Iterator[list[Slab]]:
-    """Yield the slabs of each request: slabs of a file with small gaps."""
-    group: list[Slab] = []
-    last = 0
-    for slab in sorted(slabs, key=operator.itemgetter(0, 1, 2)):
-        if group and (
-            slab.name != group[0].name
-            or slab.first - last > GAP_BYTES
-            or slab.last - group[0].first > REQUEST_BYTES
-        ):
-            yield group
-            group, last = [], 0
-        group.append(slab)
-        last = max(last, slab.last)
-    if group:
-        yield group
+        run_batched(list(grouped(slabs)), request, threads=REQUESTS)
 
 
 class _Needs(NamedTuple):
@@ -230,7 +212,9 @@ class _Put(_Transfer[ChunkWrite]):
                 "in smaller chunks, as the default strategy ('zarr', 2) does",
                 url=url,
             )
-        return _Needs(_held_bytes(self.item), stored if array.is_packed else 0, array.chunk_bytes)
+        return _Needs(
+            _held_bytes(self.item), stored if array.is_compressed else 0, array.chunk_bytes
+        )
 
     def begin(self) -> None:
         """See :meth:`_Transfer.begin`."""
@@ -259,7 +243,7 @@ class _Get(_Transfer[ChunkPart]):
         received, and decompressed."""
         self._verifier = verifier = ChunkVerifier.of(self.item, self.manifest)
         size = verifier.last - verifier.first
-        return _Needs(3 * size if self.item.array.is_packed else size, 0, size)
+        return _Needs(3 * size if self.item.array.is_compressed else size, 0, size)
 
     def begin(self) -> None:
         """See :meth:`_Transfer.begin`."""
@@ -301,7 +285,7 @@ def _held_bytes(item: ChunkWrite) -> int:
     made = box.size * dtypes.itemsize(array.dtype) if callable(source) else 0
     gathered = box.shape != shape if callable(source) else not lies_as_chunk(source, shape)
     # A compressed chunk counts once more, for the memory that the allocator keeps.
-    return stored * (1 + gathered + array.is_packed) + made
+    return stored * (1 + gathered + array.is_compressed) + made
 
 
 class _Budget:

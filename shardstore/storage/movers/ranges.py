@@ -1,16 +1,62 @@
-"""Parts of files of other formats: which bytes of a file a box of an array needs."""
+"""Ranges of files: the bytes of a file of another format that a box of an array needs, and the
+ranges that one request reads together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import slabs
 from shardstore.storage.stores.location import Location
+
+GAP_BYTES = 1024 * 1024
+"""Ranges with gaps up to this size are read from a store with one request: the gap takes less time
+than another request."""
+REQUEST_BYTES = 8 * 1024 * 1024
+REQUESTS = 8
+"""Concurrent requests for ranges. They use at most 8 times :data:`REQUEST_BYTES` of memory."""
+
+
+class Range(Protocol):
+    """A range of the bytes of a file."""
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+
+    @property
+    def first(self) -> int:
+        """The first byte."""
+
+    @property
+    def last(self) -> int:
+        """One past the last byte."""
+
+
+R = TypeVar("R", bound=Range)
+
+
+def grouped(ranges: Iterable[R], most_bytes: int = REQUEST_BYTES) -> Iterator[list[R]]:
+    """Yield the ranges of each request: ranges of a file with small gaps, of ``most_bytes`` in all.
+    A longer range is alone."""
+    group: list[R] = []
+    last = 0
+    for one in sorted(ranges, key=lambda one: (one.name, one.first, one.last)):
+        if group and (
+            one.name != group[0].name
+            or one.first - last > GAP_BYTES
+            or one.last - group[0].first > most_bytes
+        ):
+            yield group
+            group, last = [], 0
+        group.append(one)
+        last = max(last, one.last)
+    if group:
+        yield group
 
 
 @dataclass(frozen=True, slots=True)

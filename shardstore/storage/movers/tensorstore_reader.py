@@ -72,7 +72,7 @@ def open_array(
         "kvstore": {**kvstore, "path": f"{kvstore['path']}{array.node}/"},
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": fill_missing,
+        "fill_missing_data_reads": fill_missing or array.constant is not None,
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
     }

@@ -81,7 +81,7 @@ class ChunkVerifier:
         # If the part is all but the padding, read the padding too: the chunk's own checksum
         # then suffices.
         is_all = part.within.shape == array.grid.box(part.index).shape
-        is_whole = array.is_packed or last - first == total or (is_all and 2 * high >= total)
+        is_whole = array.is_compressed or last - first == total or (is_all and 2 * high >= total)
         crc = array.expected_crc(number)
         found = None if is_whole and crc is not None else manifest()
         rows = None if found is None else found.rows(array)
@@ -95,7 +95,7 @@ class ChunkVerifier:
     def update(self, data: memoryview) -> None:
         """Take the next stored bytes of the chunk."""
         end = 0
-        if not self.array.is_packed:
+        if not self.array.is_compressed:
             end = max(0, self.last - self.first - self.count)
             if self.array.has_crc or self.crc is not None:
                 self._found.add(data[:end])
@@ -110,15 +110,15 @@ class ChunkVerifier:
         """
         array, has_own = self.array, self.array.has_crc and not self.sums
         size = self.last - self.first + (CRC_BYTES if has_own else 0)
-        if array.is_packed or self.count != size:
+        if array.is_compressed or self.count != size:
             require_stored_size(array, self.number, self.first + self.count)
-            if not array.is_packed:
+            if not array.is_compressed:
                 raise BadChunkError("size", f"came as {self.count} bytes where {size} were read")
         body = memoryview(self._rest)[:-CRC_BYTES]
         if has_own:
             (own,) = CRC.unpack(self._rest[-CRC_BYTES:])
-            _require_equal(own, crc32c(body, 0) if array.is_packed else self._found.crc)
-        if array.is_packed:
+            _require_equal(own, crc32c(body, 0) if array.is_compressed else self._found.crc)
+        if array.is_compressed:
             self.chunk = decompress(array, body)
             self._found.add(memoryview(self.chunk))
         for wanted, crc in zip(self.sums, self._found.ends(), strict=False):

@@ -1,0 +1,84 @@
+"""Collects small chunks in packs, and writes other chunks through a mover.
+
+A rank closes a pack when it is full, and after a call of :meth:`PackingMover.write` if it has at
+least :data:`LOOSE_BYTES`. What is left goes with the rank's report: the rank that joins the reports
+of several ranks writes a pack of what they have left, and the one that commits writes the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardstore.storage.commit.attempt import Attempt
+from shardstore.storage.format.manifest import RankManifest
+from shardstore.storage.format.packs import MOST_BYTES
+from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
+from shardstore.storage.movers.codecs import EncodedChunk
+from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.counters import counters
+
+LOOSE_BYTES = 4 * 1024 * 1024
+"""Smaller packs are sent to another rank, which puts several together."""
+
+
+class ChunkWriter(Protocol):
+    """What writes whole chunks."""
+
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+        """See :meth:`Mover.write`."""
+
+
+@dataclass
+class PackingMover:
+    """Puts the chunks of packed arrays into packs.
+
+    Attributes:
+        mover: writes the other chunks.
+        attempt: the attempt of the save.
+        manifest: receives the places of the chunks, and holds the pack that is not full.
+        options: options of the save; a pack takes at most a quarter of ``budget_bytes``.
+    """
+
+    mover: ChunkWriter
+    attempt: Attempt
+    manifest: RankManifest
+    options: SaveOptions
+
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+        """See :meth:`Mover.write`."""
+        others, most = list[ChunkWrite](), min(MOST_BYTES, self.options.budget_bytes // 4)
+        for item in writes:
+            if item.array.places is None:
+                others.append(item)
+                continue
+            chunk = EncodedChunk(item.array, item.data())
+            size = self.manifest.pack_chunk(item.array, item.index, next(iter(chunk)))
+            counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
+            done(item, chunk.record)
+            if size >= most:
+                write_pack(self.attempt, self.manifest)
+        packs = [] if (pack := close_pack(self.manifest, LOOSE_BYTES)) is None else [pack]
+        self.attempt.put_beside(packs, lambda: self.mover.write(others, done))
+
+
+def close_pack(manifest: RankManifest, from_bytes: int) -> tuple[str, bytes] | None:
+    """Return the manifest's loose pack as a file to write, if it has at least ``from_bytes``."""
+    loose = manifest.loose
+    return manifest.close_pack() if loose is not None and len(loose.body) >= from_bytes else None
+
+
+def write_pack(attempt: Attempt, manifest: RankManifest, *, from_bytes: int = 0) -> bool:
+    """Write the manifest's loose pack, if it has at least ``from_bytes``.
+
+    Returns:
+        Whether a pack was written.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    if (pack := close_pack(manifest, from_bytes)) is None:
+        return False
+    attempt.put_all([pack])
+    return True
