@@ -112,8 +112,9 @@ def save(
         options: how the checkpoint is written; default: ``SaveOptions()``.
         **keywords: single options, in place of those in ``options``: ``overwrite``, ``durable``,
             ``storage_options``, ``allow_unconditional``, ``staging_budget_bytes``, ``base``,
-            ``verify_base``, ``compression``, ``array_documents``, ``replica_group``, ``replicas``,
-            ``progress``. :class:`~shardstore.storage.options.SaveOptions` describes them.
+            ``verify_base``, ``compression``, ``array_documents``, ``constants``, ``pack``,
+            ``replica_group``, ``replicas``, ``progress``.
+            :class:`~shardstore.storage.options.SaveOptions` describes them.
 
     Returns:
         ``None``. With ``async_sharded_save``, the request: the caller may change the state at once,

@@ -133,6 +133,10 @@ def describe(meta: ArrayMeta) -> tuple[str, str, str, str, str]:
     if counts is not None and all(count == 1 for count in counts):
         shards = "1 shard"
     chunk = f"{grid.size} of {list(grid.chunk_shape)}" if grid.size else "no chunk"
+    if meta.constant is not None:
+        chunk = "a constant"
+    if meta.places is not None:
+        chunk += " in a pack"
     return meta.dtype, str(list(meta.shape)), chunk, shards, human_bytes(array_bytes(meta))
 
 
@@ -149,6 +153,8 @@ def _entry(meta: ArrayMeta) -> dict[str, Any]:
         "shard_shape": meta.shard_shape,
         "shards": shard_counts(meta),
         "codecs": meta.codecs,
+        "constant": meta.constant is not None,
+        "packs": [] if meta.places is None else sorted(meta.places.names()),
     }
 
 
@@ -166,6 +172,8 @@ def summary(found: Mapping[str, Any]) -> list[list[str]]:
         "arrays": f"{found['arrays']:,} in {counted(found['chunks'], 'chunk')}, "
         f"{counted(found['elements'], 'element')}",
         "documents": not found["array_documents"] and "only in the root document",
+        "packs": found["packs"]
+        and f"{counted(found['packed_arrays'], 'array')} in {counted(found['packs'], 'pack')}",
         "size": human_bytes(found["bytes"]) + (f" ({by_dtype})" if by_dtype else ""),
         "stored": found["stored_bytes"] is not None and human_bytes(found["stored_bytes"]),
         "saved": commit.get("created"),
@@ -404,4 +412,22 @@ def _values(found: ArrayDifference) -> str:
     )
 
 
-COMMANDS = (ls, info, verify, diff, stats, show)
+def references(
+    checkpoint: opt.Checkpoint,
+    file: Annotated[str, opt.argument("FILE", "Path or URL outside of the checkpoint.")],
+    storage_option: opt.Options = None,
+) -> None:
+    """Write references to all arrays, packed ones too, for zarr through fsspec (kerchunk)."""
+    ckpt = opt.open_checkpoint(checkpoint, storage_option)
+    (target,) = opt.locate(storage_option, file)
+    place = ckpt.stored.location
+    if target.is_within(place) or (parent := target.parent()) is None:
+        raise opt.UsageProblem(f"{target.url} is inside of {place.url}; give a file outside of it")
+    if parent.exists(target.name):
+        raise opt.UsageProblem(f"{target.url} exists; remove it, or give another name")
+    found = ckpt.references()
+    parent.write(target.name, json.dumps(found).encode())
+    say(f"{target.url}: {counted(len(found['refs']), 'reference')} to {ckpt.url}")
+
+
+COMMANDS = (ls, info, verify, diff, stats, show, references)

@@ -222,7 +222,8 @@ class StorageWriter(Placed, DcpStorageWriter):
             a folder without this file for an incomplete checkpoint.
         **options: how the checkpoint is written, see
             :class:`~shardstore.storage.options.SaveOptions`: ``overwrite``, ``durable``,
-            ``target_chunk_bytes``, ``threads``, ``array_documents``, ``storage_options``.
+            ``target_chunk_bytes``, ``threads``, ``array_documents``, ``constants``, ``pack``,
+            ``storage_options``.
 
     Raises:
         ArgumentError: an argument has a wrong type or value.

@@ -305,6 +305,8 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             "bytes_by_dtype": dict(by_dtype.most_common()),
             "chunks": sum(meta.grid.size for meta in metas),
             "array_documents": root is None or root.array_documents,
+            "packs": len(root.packs or ()) if root is not None else 0,
+            "packed_arrays": len(root.packed) if root is not None else 0,
             "stored_bytes": None if manifest is None else int(manifest.stored.sum()),
             "writers": None if manifest is None else len(set(manifest.rank.tolist())) or None,
             "manifest_damage": damaged,
@@ -324,6 +326,26 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         root = self.stored.root
         ours = root is not None and root.format_version is not None
         return not ours and not self.stored.has_document(CONFIG_NAME)
+
+    def references(self) -> dict[str, Any]:
+        """Return references to all arrays in the format of kerchunk: a document, as JSON in a file
+        or as it is, that ``fsspec.filesystem("reference", fo=...)`` takes, and so zarr. It shows
+        packed and plain arrays together. The readers need the options of the store.
+
+        Raises:
+            FormatVersionError: an array has another layout than those that this package saves.
+        """
+        from shardstore.inspection.kerchunk import references
+
+        for meta in self.metas.values():
+            if meta.zarr_format != 3 or meta.codecs is None:
+                raise FormatVersionError(
+                    f"{self.url}: key {meta.key!r} is no array that this package saves, and its "
+                    "chunks may have other names; read it with zarr",
+                    key=meta.key,
+                    url=self.url,
+                )
+        return references(self.stored.location, self.metas.values())
 
     def document(self, meta: ArrayMeta) -> bytes:
         """Return the document of an array."""
@@ -414,7 +436,7 @@ class StoredArray:
         """The array as ``tensorstore.TensorStore``, opened for reading.
 
         Raises:
-            StorageError: TensorStore has no driver for the store.
+            StorageError: TensorStore has no driver for the store; or several packs hold the array.
         """
         from shardstore.storage.movers.tensorstore_reader import open_array
 
@@ -425,8 +447,13 @@ class StoredArray:
     @property
     def zarr(self) -> zarr.Array[Any]:
         """The array as ``zarr.Array``, opened for reading."""
+        from shardstore.inspection.kerchunk import open_references
         from shardstore.storage.movers.tensorstore_reader import open_zarr
 
+        if self.meta.places is not None:
+            return cast(
+                "zarr.Array[Any]", open_references(self.checkpoint.stored.location, self.meta)
+            )
         found: zarr.Array[Any] = open_zarr(self.checkpoint.stored.location, self.meta)
         return found
 

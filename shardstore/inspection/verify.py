@@ -466,15 +466,17 @@ class _Verification:
 
     def _check_pack(self, name: str, chunks: Sequence[tuple[ArrayMeta, int]]) -> None:
         """Verify a pack as a file, and chunks that lie in it."""
+        data: bytes | None = None
         with self._reporting("pack-damaged", name):
-            data = self.stored.document(name) or b""
+            data = self.stored.document(name)
             if not self.root_is_damaged:
                 self.stored.check_file(name, data)
         mover = Mover.of(self.location)
         for array, number in chunks:
             assert array.places is not None
             _, first, last = array.places.of(number)
-            self._check_chunk(mover, array, number, name, memoryview(data)[first:last])
+            stored = None if data is None else memoryview(data)[first:last]
+            self._check_chunk(mover, array, number, name, stored)
 
     def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
         """Compare an array's own document with the root's copy."""

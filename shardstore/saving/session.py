@@ -45,9 +45,11 @@ from shardstore.storage.commit.base import ReusingMover
 from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.packing import LOOSE_BYTES, ChunkWriter, PackingMover
 from shardstore.storage.commit.publish import About, Files, commit, join_reports, merge_reports
+from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged
 from shardstore.storage.format.names import INTEGRITY_NAME
+from shardstore.storage.format.packs import MOST_BYTES, SMALL_BYTES
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
@@ -57,6 +59,8 @@ from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy, 
 
 logger = logging.getLogger(__name__)
 
+MANY_SMALL = 1000
+"""From more small chunks than this on, a save says what packs would gain."""
 
 T = TypeVar("T")
 
@@ -363,6 +367,7 @@ class SaveSession:
         """Merge and check the manifests of all ranks."""
         reported: list[bytes | RankManifest] = [self.manifest, *reports[1:]]
         merged = merge_reports(self.attempt, reported, self.options, self.ranks.rank)
+        self._recommend_packs(merged.arrays)
         if self.options.validate_access_integrity:
             _check_objects(merged)
             if self.zarr_format is not None:
@@ -371,6 +376,20 @@ class SaveSession:
                     if lost := [key for key in copies if key not in written]:
                         raise replicas.without_main_replica(lost, rank)
         return merged
+
+    def _recommend_packs(self, arrays: Sequence[ArrayMeta]) -> None:
+        """Log once if many small chunks are files or objects of their own."""
+        small = [meta for meta in arrays if meta.chunk_bytes <= SMALL_BYTES]
+        count = sum(meta.grid.size for meta in small)
+        if count > MANY_SMALL and not self.options.pack:
+            packs = 1 + sum(meta.grid.size * meta.chunk_bytes for meta in small) // MOST_BYTES
+            logger.info(
+                "%s: %d chunks have at most 1 MiB, and each is a file or object of its own; "
+                "pack=True would put them into %s",
+                self.target.url,
+                count,
+                "one" if packs == 1 else f"about {packs}",
+            )
 
     def _log_commit(self) -> None:
         url, seconds = self.target.url, perf_counter() - self._started

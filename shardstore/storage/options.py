@@ -103,9 +103,9 @@ class SaveOptions:
             zero moments), if one rank writes it whole: its document has the value, so that other
             Zarr readers see it too. Versions before 0.2 refuse such a checkpoint. Not for the Zarr
             v2 layout.
-        pack: put chunks of up to 1 MiB into few files, :ref:`packs`: zip files that Zarr readers
-            open as such, while the checkpoint's own ``zarr.json`` does not list their arrays. It
-            implies ``constants``. Versions before 0.2 refuse such a checkpoint.
+        pack: put chunks of up to 1 MiB into few files. These are zip files that Zarr readers open;
+            the checkpoint's own ``zarr.json`` does not list the arrays in them. It implies
+            ``constants``. Versions before 0.2 refuse such a checkpoint. Not for the Zarr v2 layout.
         replica_group: a process group (this rank's data-parallel group) whose ranks hold the same
             shards: they divide the chunks by size. If they hold different shards, the main replicas
             write. With a group, ranks that are not the main replica need their data too.

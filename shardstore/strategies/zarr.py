@@ -88,9 +88,10 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     Args:
         backend: ``"zarr"``.
         version: 2 for Zarr v3, 1 for the Zarr v2 layout of Megatron-Core.
-        **options: ``target_chunk_bytes`` (version 2), ``threads``, ``budget_bytes`` and
-            ``array_documents``, see :class:`~shardstore.storage.options.SaveOptions`. Array
-            documents are left out if this or the argument of :func:`shardstore.save` is ``False``
+        **options: ``target_chunk_bytes`` (version 2), ``threads``, ``budget_bytes``,
+            ``constants``, ``pack`` and ``array_documents``, see
+            :class:`~shardstore.storage.options.SaveOptions`. Array documents are left out if this
+            or the argument of :func:`shardstore.save` is ``False``
             (version 2).
 
     Raises:

@@ -44,8 +44,8 @@ found = {"file": shardstore.__file__}
 for place in sys.argv[1:]:
     try:
         shardstore.load_plain_tensors(place)
-    except shardstore.errors.DTypeMismatchError as error:
-        found[place] = str(error)
+    except (shardstore.errors.DTypeMismatchError, shardstore.errors.FormatVersionError) as error:
+        found[place] = f"{type(error).__name__}: {error}"
         continue
     found[place] = {
         "tensors": exact(shardstore.load_plain_tensors(place)),
@@ -108,3 +108,16 @@ def test_the_old_version_refuses_data_types_that_it_lacks(
         assert f"data type '{name}' is not one that this version reads" in text, place
     for answer in answers(ROOT, places).values():
         assert answer["verify"] == 0
+
+
+@pytest.mark.parametrize("option", ["constants", "pack"])
+def test_the_old_version_refuses_a_format_that_it_does_not_know(
+    old: Path, tmp_path: Path, option: str
+) -> None:
+    """Other readers take a missing chunk for fill values; the old version must not."""
+    state = {"w": torch.arange(4.0), "step": torch.tensor(7)}
+    sharded = {key: ShardedTensor.from_rank_offsets(key, t) for key, t in state.items()}
+    shardstore.save(sharded, tmp_path / "c", **{option: True})
+    (text,) = answers(old, [str(tmp_path / "c")]).values()
+    assert text.startswith("FormatVersionError")
+    assert "version 2" in text

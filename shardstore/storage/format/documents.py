@@ -341,12 +341,14 @@ class _Packed(msgspec.Struct, array_like=True):
     def array(self, node: str, files: tuple[str, ...], sums: object) -> ArrayMeta:
         """Return the array. Raise ``ValueError`` if it is impossible."""
         _require_possible(self.shape, self.chunk_shape)
+        if 0 in self.chunk_shape:
+            raise ValueError(f"chunk shape {self.chunk_shape}")
         dtypes.check(self.data_type, node)
         grid = Grid(self.shape, self.chunk_shape)
         codecs = (CRC32C,) if self.compressor is None else (self.compressor, CRC32C)
         places = Places(files, a2b_base64(self.places, strict_mode=True))
         crcs = _numbers(sums, grid.size) if isinstance(sums, str) else None
-        if 0 in self.chunk_shape or codecs not in _CHAINS or not places.fit(grid.size) or not crcs:
+        if codecs not in _CHAINS or not places.fit(grid.size) or not crcs:
             raise ValueError(f"{self!r:.200}")
         return ArrayMeta(
             self.key or names.key_of(node) or node,
@@ -632,7 +634,8 @@ class RootDocument:
         self.packed = _dict_of(packs, "arrays")
         self.packs: tuple[str, ...] | None = None
         if isinstance(packs, dict):
-            self.packs = tuple(map(str, packs.get("files", ())))
+            files = packs.get("files")
+            self.packs = tuple(map(str, files)) if isinstance(files, list) else ()
         sizes = _dict_of(self.about, FILE_BYTES)
         # No file is larger, and the calls of the operating system take no larger number.
         self.file_bytes = {n: b for n, b in sizes.items() if type(b) is int and 0 <= b < 2**62}

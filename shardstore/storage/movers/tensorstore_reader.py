@@ -67,9 +67,21 @@ def open_array(
     # At another server, every chunk would read as the fill value.
     known = f"{array.node}/{array.document_name}" if fill_missing else None
     kvstore = location.kvstore(known)
+    store = {**kvstore, "path": f"{kvstore['path']}{array.node}/"}
+    if array.places is not None:
+        name, *others = sorted(array.places.names())
+        if others:
+            raise StorageError(
+                f"key {array.key!r} lies in {1 + len(others)} packs of {location.url}, and "
+                "TensorStore opens an array in one: index the array itself, or take its zarr",
+                key=array.key,
+                url=url,
+            )
+        base = {**kvstore, "path": f"{kvstore['path']}{name}"}
+        store = {"driver": "zip", "base": base, "path": f"{array.node}/"}
     spec = {
         "driver": "zarr" if array.zarr_format == 2 else "zarr3",
-        "kvstore": {**kvstore, "path": f"{kvstore['path']}{array.node}/"},
+        "kvstore": store,
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": fill_missing or array.constant is not None,
