@@ -43,7 +43,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover
 from shardstore.storage.commit.inventory import write_integrity
-from shardstore.storage.commit.packing import LOOSE_BYTES, ChunkWriter, PackingMover
+from shardstore.storage.commit.packing import ChunkWriter, PackingMover, loose_bytes
 from shardstore.storage.commit.publish import About, Files, commit, join_reports, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
@@ -166,6 +166,7 @@ class SaveSession:
         planning: name of the planning step, for error texts.
         awaits_plan: whether the ranks have yet to meet to plan.
         base: the checkpoint whose chunks are reused, ``None`` without one.
+        reusing: the writer that reuses chunks of the base, once there was one to write.
         shared_writes: the shards whose chunks this rank's group divides.
         staging: the copy of the state that an asynchronous save writes from, if it made one.
         record: the commit record (bytes, chunks, seconds); empty before the commit.
@@ -192,6 +193,7 @@ class SaveSession:
         self.base = None
         if state.base is not None:
             self.base = StoredCheckpoint(state.base, documents=agreed.base_documents)
+        self.reusing: ReusingMover | None = None
         self.shared_writes = replicas.SharedWrites()
         if agreed.shares:
             group = state.options.replica_group
@@ -243,23 +245,20 @@ class SaveSession:
         self.awaits_plan = False
         return self.ranks.meet(self.planning)
 
+    @property
+    def _loose(self) -> int:
+        return loose_bytes(self.ranks.world_size, self.options)
+
     @cached_property
     def mover(self) -> ChunkWriter:
         """The writer of chunks: reuses those of the base and packs small ones, if asked."""
-        mover: ChunkWriter = Mover.of(self.attempt.location, self.options, self.attempt.check)
-        if self.reusing is not None:
-            mover = self.reusing
+        plain = Mover.of(self.attempt.location, self.options, self.attempt.check)
+        mover: ChunkWriter = plain
+        if self.base is not None:
+            mover = self.reusing = ReusingMover(plain, self.base, self.attempt, self.manifest)
         if self.options.pack:
-            mover = PackingMover(mover, self.attempt, self.manifest, self.options)
+            mover = PackingMover(mover, self.attempt, self.manifest, self.options, self._loose)
         return mover
-
-    @cached_property
-    def reusing(self) -> ReusingMover | None:
-        """The writer that reuses chunks of the base; ``None`` without a base."""
-        if self.base is None:
-            return None
-        mover = Mover.of(self.attempt.location, self.options, self.attempt.check)
-        return ReusingMover(mover, self.base, self.attempt, self.manifest)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> None:
         """Write chunks, at the same time as other pending files, and add them to the manifest.
@@ -360,8 +359,8 @@ class SaveSession:
 
     def _join(self, reports: list[bytes]) -> bytes:
         """Combine the reports of several ranks on the way to the coordinator."""
-        rank, least = self.ranks.rank, LOOSE_BYTES
-        return join_reports(self.attempt, reports, rank, from_bytes=least).to_bytes()
+        rank = self.ranks.rank
+        return join_reports(self.attempt, reports, rank, from_bytes=self._loose).to_bytes()
 
     def _merged(self, reports: list[bytes]) -> Merged:
         """Merge and check the manifests of all ranks."""

@@ -82,6 +82,15 @@ def test_the_root_lists_no_array_whose_chunks_lie_elsewhere(place: Path) -> None
     assert np.array_equal(np.asarray(group["zeros"]), values("zeros"))
 
 
+def test_xarray_takes_no_constant_for_missing_values(tmp_path: Path) -> None:
+    state = {"i": torch.full((3,), 7), "z": torch.zeros(2, 2), "b": torch.ones(3, dtype=torch.bool)}
+    shardstore.save(sharded(state), tmp_path / "c", constants=True)
+    dataset = xarray.open_zarr(tmp_path / "c")
+    for key, tensor in state.items():
+        assert dataset[key].dtype == tensor.numpy().dtype
+        assert dataset[key].values.tolist() == tensor.tolist()
+
+
 def test_references_show_every_array_at_once(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "references.json"
     assert run(["references", str(place), str(file)]) == 0

@@ -1,12 +1,13 @@
 """Collects small chunks in packs, and writes other chunks through a mover.
 
 A rank closes a pack when it is full, and after a call of :meth:`PackingMover.write` if it has at
-least :data:`LOOSE_BYTES`. What is left goes with the rank's report: the rank that joins the reports
-of several ranks writes a pack of what they have left, and the one that commits writes the rest.
+least :func:`loose_bytes`. What is left goes with the rank's report: a rank that joins the reports
+of others writes a pack of what they have left, and the one that commits writes the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,8 +20,20 @@ from shardstore.storage.movers.codecs import EncodedChunk
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.counters import counters
 
-LOOSE_BYTES = 4 * 1024 * 1024
-"""Smaller packs are sent to another rank, which puts several together."""
+LEAST_REPORTS = 8
+"""Number of ranks of a node, which report to one of them."""
+
+
+def loose_bytes(world_size: int, options: SaveOptions) -> int:
+    """Return the size below which a rank sends a pack to another one. About the square root of the
+    number of ranks report to one rank, and what they send it fits into one pack."""
+    return most_bytes(options) // max(LEAST_REPORTS, math.isqrt(world_size))
+
+
+def most_bytes(options: SaveOptions) -> int:
+    """Return the size at which a pack is closed. While it is written, it is in memory three
+    times."""
+    return min(MOST_BYTES, options.budget_bytes // 4)
 
 
 class ChunkWriter(Protocol):
@@ -38,17 +51,19 @@ class PackingMover:
         mover: writes the other chunks.
         attempt: the attempt of the save.
         manifest: receives the places of the chunks, and holds the pack that is not full.
-        options: options of the save; a pack takes at most a quarter of ``budget_bytes``.
+        options: options of the save.
+        loose: see :func:`loose_bytes`.
     """
 
     mover: ChunkWriter
     attempt: Attempt
     manifest: RankManifest
     options: SaveOptions
+    loose: int = 0
 
     def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
         """See :meth:`Mover.write`."""
-        others, most = list[ChunkWrite](), min(MOST_BYTES, self.options.budget_bytes // 4)
+        others, most = list[ChunkWrite](), most_bytes(self.options)
         for item in writes:
             if item.array.places is None:
                 others.append(item)
@@ -59,7 +74,7 @@ class PackingMover:
             done(item, chunk.record)
             if size >= most:
                 write_pack(self.attempt, self.manifest)
-        packs = [] if (pack := close_pack(self.manifest, LOOSE_BYTES)) is None else [pack]
+        packs = [] if (pack := close_pack(self.manifest, self.loose)) is None else [pack]
         self.attempt.put_beside(packs, lambda: self.mover.write(others, done))
 
 
