@@ -9,12 +9,14 @@ from typing import Any
 from bench.bucket import Bucket
 from bench.clients import (
     DCP_OURS,
+    DCP_PACKED,
     DCP_ROOT_ONLY,
     DIRECT,
     HF,
     HF_DCP,
     MEGATRON,
     OURS,
+    PACKED,
     RAW_DOCUMENTS,
     ROOT_ONLY,
     S3_DIRECT,
@@ -173,15 +175,15 @@ DISK = (
     Case("save-load", save_and_load, DIRECT),
     Case("flattened", save_and_load, ("raw-1", OURS, MEGATRON), "flattened", worlds=(8,)),
     Case("memory", partial(memory, "gpt"), DIRECT, "tiny", warmups=0, rounds=1, fresh=True),
-    Case("small", save_and_load, ("raw-1", OURS, *_DCP), "small", worlds=(1,)),
+    Case("small", save_and_load, ("raw-1", OURS, PACKED, DCP_PACKED, *_DCP), "small", worlds=(1,)),
     _once("reshard", reshard, (OURS,), "tiny"),
     Case("dcp", save_and_load, (DCP_OURS, *_DCP)),
     Case("hf", save_and_load, ("raw-1", HF, HF_DCP)),
 )
-_LATE = (*S3_DIRECT, ROOT_ONLY)
+_LATE = (*S3_DIRECT, ROOT_ONLY, PACKED, DCP_PACKED, "dcp-s3-default")
 S3 = (
     Case("s3-chunks", save_and_load, S3_DIRECT, "chunks"),
-    Case("s3-arrays", save_and_load, (*S3_DIRECT, ROOT_ONLY, *RAW_DOCUMENTS), "arrays"),
+    Case("s3-arrays", save_and_load, (*_LATE, *RAW_DOCUMENTS), "arrays"),
     Case("s3-latency", slow_requests, _LATE, "arrays", warmups=0, latency_ms=LATENCY_MS),
     _once("s3-memory", partial(memory, "chunks"), S3_DIRECT, "tiny", worlds=None, fresh=True),
     _once("s3-reshard", reshard, (OURS,), "tiny", worlds=None),

@@ -65,6 +65,8 @@ NAMES = {
     DCP_OURS: "DCP over shardstore",
     "dcp-shardstore-root-only": "the same, root document only",
     "shardstore-root-only": "shardstore, root document only",
+    "shardstore-packed": "shardstore, pack=True",
+    "dcp-shardstore-packed": "the same, pack=True",
     "dcp-s3": "DCP over s3fs, 2 threads",
     "dcp-s3-default": "DCP over s3fs, default",
     "megatron-zarr": "Megatron 0.15.3 zarr",

@@ -9,6 +9,7 @@ OURS, OVERLAP, BUDGET = "shardstore", "shardstore overlapped", "shardstore 256 M
 DCP_OURS = "dcp-shardstore"
 ROOT_ONLY, DCP_ROOT_ONLY = "shardstore-root-only", "dcp-shardstore-root-only"
 """The same two without documents of the arrays' own."""
+PACKED, DCP_PACKED = "shardstore-packed", "dcp-shardstore-packed"
 MEGATRON, SAFETENSORS = "megatron-zarr", "safetensors"
 RAW = ("raw-1", "raw-2")
 RAW_S3 = ("raw-tensorstore", "raw-obstore")
@@ -32,7 +33,8 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     COPY: ("raw:Copy", {"write": False}),
     PLAIN: ("raw:Copy", {"write": True}),
     OURS: ("ours:Ours", {}),
-    ROOT_ONLY: ("ours:Ours", {"array_documents": False}),
+    ROOT_ONLY: ("ours:Ours", {"saving": {"array_documents": False}}),
+    PACKED: ("ours:Ours", {"saving": {"pack": True}}),
     OVERLAP: ("ours:Ours", {"overlap_staging": True}),
     BUDGET: ("ours:Ours", {"staging_budget_bytes": 256 * 2**20}),
     "dcp-best": ("dcp:Dcp", {"threads": 2}),
@@ -43,6 +45,7 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     HF_DCP: ("dcp:DcpHf", {}),
     DCP_OURS: ("dcp:DcpOverShardstore", {}),
     DCP_ROOT_ONLY: ("dcp:DcpOverShardstore", {"array_documents": False}),
+    DCP_PACKED: ("dcp:DcpOverShardstore", {"pack": True}),
     "dcp-s3": ("dcp:DcpS3", {"threads": 2}),
     "dcp-s3-default": ("dcp:DcpS3", {"threads": 1}),
     MEGATRON: ("megatron:Megatron", {}),

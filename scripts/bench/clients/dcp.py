@@ -104,13 +104,13 @@ class DcpOverShardstore(Dcp):
     words = "StorageWriter, checksums written and verified; sync: durable=True"
     syncs = False
 
-    def __init__(self, *, array_documents: bool = True) -> None:
+    def __init__(self, **saving: bool) -> None:
         super().__init__()
-        self._array_documents = array_documents
-        self.settings += "" if array_documents else "; array_documents=False"
+        self._saving = saving
+        self.settings += "".join(f"; {name}={value}" for name, value in saving.items())
 
     def _writer(self, path: Path, sync: bool) -> Any:
-        return StorageWriter(path, durable=sync, array_documents=self._array_documents)
+        return StorageWriter(path, durable=sync, **self._saving)
 
     def _reader(self, path: Path) -> Any:
         return StorageReader(path)

@@ -13,12 +13,11 @@ from shardstore import mapping
 class Ours:
     """Backend ("zarr", 2) at its defaults: crc32c in every chunk, verified on load."""
 
-    def __init__(self, *, array_documents: bool = True, **options: Any) -> None:
-        self._array_documents, self._options = array_documents, options
+    def __init__(self, *, saving: dict[str, bool] | None = None, **options: Any) -> None:
+        self._saving, self._options = saving or {}, options
         self._async_save = shardstore.async_save  # imported here, in no figure
-        more = {} if array_documents else {"array_documents": False}
         words = ["zarr v3, crc32c written and verified; sync: durable=True"]
-        words += [f"{name}={value}" for name, value in (more | options).items()]
+        words += [f"{name}={value}" for name, value in (self._saving | options).items()]
         self.settings = "; ".join(words)
 
     def prepare(self, share: Share) -> dict[str, Any]:
@@ -27,7 +26,7 @@ class Ours:
 
     def save(self, prepared: dict[str, Any], path: Path, sync: bool) -> None:
         """Save and commit."""
-        shardstore.save(prepared, str(path), durable=sync, array_documents=self._array_documents)
+        shardstore.save(prepared, str(path), durable=sync, **self._saving)
 
     def load(self, prepared: dict[str, Any], path: Path) -> Any:
         """Load, into the given tensors."""
