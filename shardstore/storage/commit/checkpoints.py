@@ -185,12 +185,8 @@ class CheckpointStorage:
         return place.is_dir() if place.is_local else bool(place.listing())
 
     def isfile(self, path: str) -> bool:
-        """Return whether there is a file or an object of this name."""
-        place = self.at(path)
-        above = place.parent()
-        if place.is_local or above is None:
-            return place.is_file()
-        return above.stamp(place.name) is not None
+        """Return whether there is a file or an object of this name, with nothing below it."""
+        return self.at(path).exists() and not self.isdir(path)
 
     def listdir(self, path: str) -> list[str]:
         """Return the names directly below a folder or prefix; empty if there is none."""
