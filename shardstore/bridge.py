@@ -148,7 +148,8 @@ class CheckpointManager:
         Raises:
             CheckpointingException: a save failed on some rank; every rank raises it.
         """
-        queue = state.async_calls_queue if _is_remote(self.checkpoint_config.save) else None
+        is_remote = _is_remote(self.checkpoint_config.save)
+        queue: Any = state.async_calls_queue if is_remote else None
         before = 0 if queue is None else queue.get_num_unfinalized_calls()
         self._bridge.maybe_finalize_async_save(
             global_state=state,
