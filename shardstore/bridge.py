@@ -148,7 +148,8 @@ class CheckpointManager:
         Raises:
             CheckpointingException: a save failed on some rank; every rank raises it.
         """
-        queue = state.async_calls_queue
+        is_remote = _is_remote(self.checkpoint_config.save)
+        queue: Any = state.async_calls_queue if is_remote else None
         before = 0 if queue is None else queue.get_num_unfinalized_calls()
         self._bridge.maybe_finalize_async_save(
             global_state=state,
@@ -212,10 +213,12 @@ class CheckpointManager:
 
     def _call(self, function: Callable[..., Any], ctx: Any, **more: Any) -> Any:
         """Call a function of Megatron-Bridge with what it takes of a context. Its parameters and
-        the fields of the context have the same names in every release."""
+        the fields of the context have the same names in every release. A function that takes any
+        keyword, such as one that a program put around Megatron-Bridge's, gets everything."""
         taken = inspect.signature(function).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in taken.values())
         given = {**vars(ctx), **more, "checkpointing_context": self.checkpointing_context}
-        return function(**{name: value for name, value in given.items() if name in taken})
+        return function(**{k: value for k, value in given.items() if takes_all or k in taken})
 
 
 def _is_remote(place: Any) -> bool:

@@ -21,19 +21,23 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
 from shardstore.dcp.files import tensor_metadata
 from shardstore.dict_utils import dotted, empty_places
-from shardstore.errors import CheckpointingException, KeyNameError
+from shardstore.errors import CheckpointingException, KeyNameError, NotACheckpointError
 from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import assemble, plan_reads, require_cast, require_writable
 from shardstore.loading.read import read_chunks
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
+from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
@@ -336,3 +340,23 @@ class StorageReader(Placed, DcpStorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def load_either(state: dict[str, Any], place: Location) -> Any:
+    """Load a checkpoint of this package or of PyTorch DCP; every rank calls it.
+
+    Args:
+        state: as for both loads; its tensors are filled in place.
+        place: the checkpoint.
+
+    Raises:
+        NotACheckpointError: it is neither.
+        CheckpointingException: see :func:`shardstore.load`.
+    """
+    if is_checkpoint(place):
+        return load(state, place.place)
+    if not place.exists(DCP_METADATA_NAME):
+        what = " is no checkpoint: give the folder of one step, such as .../step-100"
+        raise place.error(what, NotACheckpointError)
+    load_dcp(state, checkpoint_id=str(place.place))
+    return state

@@ -143,6 +143,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         keep_last: number of newest steps to keep. Without any rule, all steps are kept.
         keep_every: keep each step that is divisible by this number.
         keep_for: keep the steps that were saved at most this time before the newest.
+        keep_if: keep each step for whose number this function returns true; rank 0 calls it in the
+            background.
         best: number of best steps by ``metric`` to keep.
         metric: name of one of the metrics of :meth:`save`.
         mode: ``"min"`` if the smallest value is best, ``"max"`` if the greatest is.
@@ -176,6 +178,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_for: timedelta | None = None,
+        keep_if: Callable[[int], object] | None = None,
         best: int | None = None,
         metric: str | None = None,
         mode: Literal["min", "max"] = "min",
@@ -190,7 +193,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         grace_s: float | None = None,
     ) -> None:
         self.root = Location.of(root, storage_options)
-        self.policy = Retention(keep_last, keep_every, keep_for, best, metric, mode)
+        self.policy = Retention(keep_last, keep_every, keep_for, best, metric, mode, keep_if)
         self._schedule = Schedule(every=every, every_s=every_s, interval=interval, grace_s=grace_s)
         if process_group is not None:
             Ranks.of(process_group)  # a rank that is not a member would delete steps too

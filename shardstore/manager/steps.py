@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -411,6 +411,7 @@ class Retention:
             not counted. Of steps with equal metrics, the later one is better.
         metric: name of a metric.
         mode: ``"min"`` if the smallest value is best, ``"max"`` if the greatest is.
+        keep_if: keep each step for whose number this function returns true.
 
     Raises:
         ArgumentError: a number is below 1, the mode is unknown, or only one of ``best`` and
@@ -423,6 +424,7 @@ class Retention:
     best: int | None = None
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
+    keep_if: Callable[[int], object] | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "best"):
@@ -433,6 +435,8 @@ class Retention:
             raise errors.ArgumentError(
                 f"keep_for={self.keep_for!r} must be a timedelta above 0, or None"
             )
+        if self.keep_if is not None and not callable(self.keep_if):
+            raise errors.ArgumentError(f"keep_if={self.keep_if!r:.100} must be a function, or None")
         if self.mode not in ("min", "max"):
             raise errors.ArgumentError(f"mode={self.mode!r} must be 'min' or 'max'")
         if (self.best is None) != (self.metric is None):
@@ -458,6 +462,8 @@ class Retention:
         keep = set(newest_first[: self.keep_last or 1])
         if self.keep_every is not None:
             keep.update(step for step in steps if step % self.keep_every == 0)
+        if self.keep_if is not None:
+            keep.update(filter(self.keep_if, steps))
         if self.keep_for is not None:
             times = {step: info.saved for step, info in steps.items() if info.saved is not None}
             span = self.keep_for // timedelta(microseconds=1) * 1000

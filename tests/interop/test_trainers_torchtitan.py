@@ -240,6 +240,35 @@ def test_the_last_step_is_exported(
         assert torch.equal(torch.tensor(found["weight"]).bfloat16(), weight.bfloat16())
 
 
+@pytest.fixture
+def main_branch(python: Path) -> None:
+    """Skip the test where torchtitan's managers have no storage, as in 0.3.0."""
+    program = "from torchtitan.components.checkpointer import CheckpointStorage"
+    if run_to_end([python, "-c", program]).returncode:
+        pytest.skip("this torchtitan has no CheckpointStorage: 0.3.0; its main branch has")
+
+
+@pytest.mark.parametrize("where", ["s3", "disk"])
+@pytest.mark.usefixtures("main_branch")
+def test_the_policies_of_torchtitan_s_base_class(
+    python: Path, tmp_path: Path, s3_server: S3Server, where: str
+) -> None:
+    """They find, load and delete steps by the manager's storage and hooks: an export counts as a
+    step, and an attempt without a commit is abandoned. ``purge_exempt`` keeps a step."""
+    options = s3_server.storage_options if where == "s3" else None
+    root = f"s3://{s3_server.new_bucket()}/run" if where == "s3" else str(tmp_path / "run")
+    config = {"folder": root, "storage_options": options, "interval": 2, "keep_latest_k": 3}
+    place = Location.of(root, options)
+    place.write("step-20/0.weight/c/0/0", b"not committed")
+    place.write("step-3/model.safetensors", b"an export")
+    (found,) = runs(python, {"steps": 12, "config": config, "exempt": [2], "seam": True})
+    seam = found["seam"]
+    assert (seam["newest"], seam["loaded"], seam["step"]) == (12, True, 12)
+    assert seam["weight"] == found["trained"]
+    # The manager kept 8, 10 and 12, and 2; torchtitan's purge leaves room for the step to come.
+    assert seam["names"] == ["step-10", "step-12", "step-2"]
+
+
 @pytest.mark.long
 def test_torchtitan_s_own_trainer(python: Path, tmp_path: Path) -> None:
     """Its debug model of llama 3: resumed with FSDP, and then with tensor parallelism."""

@@ -162,3 +162,44 @@ def require_checkpoint(location: Location) -> None:
         other = identity.what_else(location)
         found = f"is {other}, not a checkpoint" if other else "is not a checkpoint"
         raise location.error(f" {found}; nothing was deleted", NotACheckpointError)
+
+
+class CheckpointStorage:
+    """Path operations on disks and object stores, for trainers whose managers name places by
+    strings: torchtitan's ``CheckpointStorage``.
+
+    Args:
+        storage_options: options of an object store, see :func:`shardstore.save`.
+    """
+
+    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._options = storage_options
+
+    def at(self, path: str) -> Location:
+        """Return the location of a path or URL."""
+        return Location.of(path, self._options)
+
+    def isdir(self, path: str) -> bool:
+        """Return whether there is a folder, or a prefix with objects below it."""
+        place = self.at(path)
+        return place.is_dir() if place.is_local else bool(place.listing())
+
+    def isfile(self, path: str) -> bool:
+        """Return whether there is a file or an object of this name, with nothing below it."""
+        return self.at(path).exists() and not self.isdir(path)
+
+    def listdir(self, path: str) -> list[str]:
+        """Return the names directly below a folder or prefix; empty if there is none."""
+        return self.at(path).listing()
+
+    def remove(self, path: str) -> None:
+        """Delete a folder or prefix with everything below it; the commit of a checkpoint first, so
+        that no reader opens a half-deleted one.
+
+        Raises:
+            StorageError: the store failed, or a save of another process runs there.
+        """
+        place = self.at(path)
+        if identity.is_checkpoint(place):
+            delete_checkpoint(place)
+        place.delete()

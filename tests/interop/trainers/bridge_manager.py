@@ -2,7 +2,7 @@
 
 ``without_cuda`` on PYTHONPATH lets Bridge 0.3.1 run on the CPU. What 0.3.1 lacks stands here as
 later releases have it: the option ``custom_manager_class``, the contexts, and the call that makes
-the manager. Each argument is a run, as JSON::
+the manager. The program uses Bridge's own where it has them. Each argument is a run, as JSON::
 
     torchrun --nproc-per-node 2 bridge_manager.py '{"save": DIR, "load": DIR, "step": 2}' ...
 
@@ -27,7 +27,7 @@ import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 import yaml
-from megatron.bridge.training import config, state
+from megatron.bridge.training import checkpointing, config, state
 from megatron.bridge.utils import instantiate_utils
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
@@ -35,7 +35,9 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 import shardstore.bridge
 
 ALLOWED: list[str] = []
-instantiate_utils.register_allowed_target_prefix = ALLOWED.append
+FACTORY = getattr(checkpointing, "create_checkpoint_manager", None)
+if FACTORY is None:
+    instantiate_utils.register_allowed_target_prefix = ALLOWED.append
 
 
 @dataclass
@@ -76,6 +78,8 @@ class SaveContext:
 
 def created(chosen: Any) -> Any:
     """The manager that the configuration names, made as ``create_checkpoint_manager`` makes it."""
+    if FACTORY is not None:
+        return FACTORY(chosen)
     module, _, name = chosen.custom_manager_class.rpartition(".")
     assert any(f"{module}.".startswith(prefix) for prefix in ALLOWED)
     manager = getattr(importlib.import_module(module), name)(chosen)
@@ -142,7 +146,9 @@ def one_run(asked: dict[str, Any]) -> dict[str, Any]:
     megatron.core.parallel_state.destroy_model_parallel()
     model = gpt.build(asked.get("tp", 1), asked.get("pp", 1))
     optimizer = gpt.with_optimizer(model)
-    found, operations = manager.load(LoadContext(own, [model], optimizer))
+    of_load = getattr(checkpointing, "CheckpointLoadContext", LoadContext)
+    of_save = getattr(checkpointing, "CheckpointSaveContext", SaveContext)
+    found, operations = manager.load(of_load(own, [model], optimizer, None))
     sharded = gpt.state_of(model, optimizer, "fully_reshardable", loading=False)
     with torch.no_grad():
         for tensor in gpt.tensors_of(sharded):
@@ -157,7 +163,7 @@ def one_run(asked: dict[str, Any]) -> dict[str, Any]:
         optimizer.load_state_dict(dict_list_map_outplace(data_of, sharded["optimizer"]))
         own.train_state.step = step
         own.train_state.consumed_train_samples = 4 * step
-        manager.save(SaveContext(own, [model], optimizer, None, 1000 * step), None)
+        manager.save(of_save(own, [model], optimizer, None, 1000 * step), None)
         if asked.get("die_at") == step and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with torch.no_grad():

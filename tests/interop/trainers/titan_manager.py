@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import sys
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +25,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchtitan.components import checkpointer as torchtitan
+from torchtitan.components.checkpointer.base import purge_thread
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.optimizer.optimizer import default_adamw
+from torchtitan.config import Function
 
 import shardstore.torchtitan
 
@@ -50,6 +54,9 @@ class Asked:
         adapter: whether the model has Hugging Face names.
         refuses: rank whose training state does not accept what is loaded.
         reloads: whether to load again at the end, without a wait for the last save.
+        exempt: steps that ``keep_latest_k`` does not delete (main branch).
+        seam: whether to use, at the end, what torchtitan's own base class does with the manager's
+            storage: find the newest step, load it, delete old steps (main branch).
         expect: text of the error that every rank has to raise.
     """
 
@@ -67,6 +74,8 @@ class Asked:
     adapter: bool = False
     refuses: int = -1
     reloads: bool = False
+    exempt: list[int] = field(default_factory=list)
+    seam: bool = False
     expect: str = ""
 
 
@@ -156,7 +165,12 @@ class Run:
         )
         manager = shardstore.torchtitan.CheckpointManager
         kind: Any = manager if asked.manager == "shardstore" else torchtitan.CheckpointManager
-        self.manager = kind.Config(enable=True, **asked.config).build(
+        options = dict(asked.config)
+        if "enable" in kind.Config.__dataclass_fields__:  # not on the main branch
+            options["enable"] = True
+        if asked.exempt:
+            options["purge_exempt"] = Function.Config(fn=asked.exempt.__contains__)
+        self.manager = kind.Config(**options).build(
             dataloader=self.loader,
             model_parts=[self.model],
             optimizers=self.optimizers,
@@ -217,6 +231,8 @@ def one(asked: Asked) -> dict[str, Any]:
             run.progress.step = 0
             assert run.manager.load()
             assert run.progress.step == asked.steps
+        if asked.seam:
+            found["seam"] = _use_the_seam(run)
         run.manager.close()
     except Exception as error:
         if not asked.expect or asked.expect not in str(error):
@@ -224,6 +240,31 @@ def one(asked: Asked) -> dict[str, Any]:
         return {"error": str(error)}
     assert not asked.expect, "no error"
     return found
+
+
+def _use_the_seam(run: Run) -> dict[str, Any]:
+    """Call torchtitan's own policies, which know the manager by its storage and its hooks alone."""
+    manager, base = run.manager, torchtitan.BaseCheckpointManager
+    manager.maybe_wait_for_saving()
+    manager._steps.close()
+    dist.barrier()
+    assert isinstance(manager._storage, torchtitan.CheckpointStorage)
+    run.progress.step = 0
+    with torch.no_grad():
+        next(run.model.parameters()).zero_()
+    found = {"newest": manager._find_load_step(), "loaded": base.load(manager)}
+    found |= {"step": run.progress.step, "weight": _whole(run.model)}
+    dist.barrier()
+    manager.purge_queue = queue.Queue()
+    manager.purge_thread = threading.Thread(
+        target=purge_thread, args=(manager.purge_queue, manager._storage.remove)
+    )
+    manager.purge_thread.start()
+    manager._purge_stale_checkpoints(saving_step=1000)
+    manager.purge_queue.put(None)
+    manager.purge_thread.join()
+    dist.barrier()
+    return {**found, "names": sorted(manager._storage.listdir(manager.folder))}
 
 
 def main() -> None:

@@ -122,8 +122,10 @@ def main(folder: str, steps: int, shards: int, tensor_parallel: int) -> None:
     config.parallelism.tensor_parallel_degree = tensor_parallel
     config.parallelism.spmd_backend = "full_dtensor"
     config.debug.seed = 0
-    config.checkpoint = shardstore.torchtitan.CheckpointManager.Config(
-        enable=True, interval=2, async_mode="async", last_save_model_only=False
+    options: Any = shardstore.torchtitan.CheckpointManager.Config
+    enabled = {"enable": True} if "enable" in options.__dataclass_fields__ else {}
+    config.checkpoint = options(
+        **enabled, interval=2, async_mode="async", last_save_model_only=False
     )
     if tensor_parallel > 1:
         config.checkpoint.exclude_from_loading = ["dataloader"]

@@ -116,6 +116,15 @@ def test_a_clock_that_went_back_changes_no_order(
     assert CheckpointManager(tmp_path).latest() == 270
 
 
+def test_a_function_keeps_steps(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=1, keep_if=lambda step: step % 4 == 2) as manager:
+        for step in range(1, 8):
+            manager.save(step, state_of(step))
+    assert manager.steps() == [2, 6, 7]
+    with pytest.raises(ValueError, match="keep_if=2 must be a function"):
+        CheckpointManager(tmp_path, keep_if=2)  # type: ignore[arg-type]
+
+
 steps_and_losses = st.dictionaries(
     st.integers(0, 60), st.none() | st.floats(allow_nan=True, width=16), max_size=12
 )

@@ -16,7 +16,8 @@ from shardstore.errors import AccessPatternError, CheckpointExistsError, Storage
 from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint, create_array, read_array_meta
 from shardstore.storage.commit import folder as commit
-from shardstore.storage.commit.checkpoints import delete_checkpoint
+from shardstore.storage.commit.checkpoints import CheckpointStorage, delete_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.strategies.zarr import (
@@ -190,3 +191,50 @@ def test_metadata_of_a_group_of_another_program_is_read_by_the_callers_function(
         tmp_path / "g", lambda path: ((6,), np.dtype(np.float32))
     )
     assert {key: value.global_shape for key, value in found.items()} == {"a": (6,), "b": (6,)}
+
+
+def test_path_operations_of_a_trainer(place: Place) -> None:
+    """On a checkpoint, one that is damaged, and an attempt that was never committed."""
+    url, options = place
+    storage = CheckpointStorage(options)
+    assert not storage.isdir(url)
+    assert storage.listdir(url) == []
+    root = Location.of(url, options)
+    for name in ("step-1", "step-2"):
+        shardstore.save(state_of(1), f"{url}/{name}", storage_options=options)
+    root.delete("step-2/zarr.json")
+    root.write("step-3/w/c/0/0", b"no commit")
+    root.write("notes.txt", b"")
+    assert storage.listdir(url) == ["notes.txt", "step-1", "step-2", "step-3"]
+    for name in ("step-1", "step-2", "step-3"):
+        assert storage.isdir(f"{url}/{name}")
+        assert not storage.isfile(f"{url}/{name}")
+    for name in ("notes.txt", "step-1/zarr.json"):
+        assert storage.isfile(f"{url}/{name}")
+        assert not storage.isdir(f"{url}/{name}")
+    for name in ("step-4", "step-1/none"):
+        assert not storage.isfile(f"{url}/{name}")
+        assert not storage.isdir(f"{url}/{name}")
+    for name in ("step-1", "step-2", "step-3"):
+        storage.remove(f"{url}/{name}")
+        assert not root.walk(name)
+        assert not storage.isdir(f"{url}/{name}")
+    assert storage.listdir(url) == ["notes.txt"]
+
+
+def test_a_checkpoint_is_removed_with_its_commit_first(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal that ends in between leaves nothing that opens."""
+    url, options = place
+    storage, target = CheckpointStorage(options), f"{url}/step-1"
+    shardstore.save(state_of(1), target, storage_options=options)
+    Location.of(target, options).write("logs/1", b"of another program")
+    monkeypatch.setattr(type(Location.of(target, options)), "delete", _fails)
+    with pytest.raises(StorageError):
+        storage.remove(target)
+    assert not is_checkpoint(Location.of(target, options))
+
+
+def _fails(self: Location, name: str = "") -> None:
+    raise StorageError("refused")
