@@ -14,7 +14,7 @@ import pytest
 import shardstore
 
 ROOT = Path(shardstore.__file__).parent
-FILES = 137
+FILES = 138
 TOP_MODULES = 20
 MODULES_IN_A_FOLDER = 16
 UPWARDS = 1
