@@ -115,7 +115,8 @@ class GcsServer:
             return web.Response(headers={"Location": there})
         self._uploads[ident][3].extend(body)
         bucket, name, first, data = self._uploads[ident]
-        if request.headers["Content-Range"].endswith("/*"):
+        total = request.headers.get("Content-Range", "*").rpartition("/")[2]
+        if total == "*" or len(data) < int(total):
             return web.Response(status=308, headers={"Range": f"bytes=0-{len(data) - 1}"})
         return self._put(bucket, name, bytes(data), first)
 
