@@ -207,7 +207,7 @@ class RemoteStore:
             StorageError: the store refused, or did not answer.
         """
         with self.errors("creating", name):
-            return _unless_there(lambda: self._pipe(self._path(name), data, create=True))
+            return unless_there(lambda: self._pipe(self._path(name), data, create=True))
 
     def copy_from(self, source: RemoteStore, name: str) -> bool:
         """Copy an object within the store if no object of its name exists here. Many stores ignore
@@ -234,7 +234,7 @@ class RemoteStore:
                 self.call("cp_file", *paths)
 
         with source.errors("copying", name, absent=True):
-            return _unless_there(copy)
+            return unless_there(copy)
 
     def become_copy_of(self, source: RemoteStore) -> None:
         """Copy an object of any size within the store to this URL. This takes a request for the
@@ -484,13 +484,13 @@ class FileSystemIO(ObjectIO):
         return self._store.read_range(key, start, stop, size)
 
 
-def _unless_there(write: Callable[[], None]) -> bool:
+def unless_there(write: Callable[[], None]) -> bool:
     """Call ``write`` and return ``True``; ``False`` if an object of that name exists."""
     try:
         write()
     except FileExistsError:
         return False
-    except OSError as error:
+    except Exception as error:  # the libraries have their own exception types
         if code_of(error) in _THERE_ALREADY:
             return False
         raise
