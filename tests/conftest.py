@@ -14,11 +14,15 @@ import pytest
 from hypothesis import settings
 
 import shardstore
+from testing.gcs_server import GcsServer
 from testing.s3_servers import EmbeddedServer, S3Server, embedded_server, radosgw
 
 assert shardstore
 # TensorStore reads it once, when it is imported: a silence in a test need not last 15 seconds.
 os.environ["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] = "4"
+# gcsfs reads it at its import. Without it, the file systems of zarr ask each server by gRPC for the
+# kinds of buckets, and wait a minute for one that does not speak it.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 # Searches are short unless ``./scripts/test --all`` asks for long ones. A slow machine is no error.
 ALL = os.environ.get("SHARDSTORE_TESTS") == "all"
@@ -59,6 +63,15 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """The embedded server, shared by all tests of a session: take a bucket of your own."""
     with embedded_server(tmp_path_factory.mktemp("embedded-s3")) as embedded:
         yield embedded.server
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GcsServer]:
+    """A server of Google Cloud Storage's API, shared by all tests: take a bucket of your own."""
+    pytest.importorskip("gcsfs", reason="gs:// needs gcsfs, which shardstore[test] brings")
+    with GcsServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.endpoint_url)
+        yield server
 
 
 @pytest.fixture

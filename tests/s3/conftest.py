@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 
 from shardstore.storage.stores.location import Location
+from testing.gcs_server import GcsServer
 from testing.s3_proxy import FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
 from tests.helpers.store_suite import Target
 
 
-@pytest.fixture(params=["s3", "memory", "local"])
+@pytest.fixture(params=["s3", "gs", "memory", "local"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
     if request.param == "memory":
         bucket = uuid.uuid4().hex
         return lambda name: Location.of(f"memory://{bucket}/{name}")
     if request.param == "local":
         return lambda name: Location.of(f"local://{tmp_path}/{name}")
+    if request.param == "gs":
+        gcs: GcsServer = request.getfixturevalue("gcs_server")
+        place, options = gcs.new_bucket(), gcs.storage_options
+        return lambda name: Location.of(f"gs://{place}/{name}", options)
     server: S3Server = request.getfixturevalue("s3_server")
     bucket = server.new_bucket()
     return lambda name: Location.of(f"s3://{bucket}/{name}", server.storage_options)

@@ -15,6 +15,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
+from testing.gcs_server import GcsServer
 from testing.s3_servers import S3Server
 from tests.helpers.keeping_listings import KeepingMemory, ListingMemory
 from tests.helpers.store_suite import Place, StoreTests
@@ -38,6 +39,25 @@ class TestS3(StoreTests):
     def place(self, s3_server: S3Server) -> Place:
         bucket = s3_server.new_bucket()
         return lambda name: (f"s3://{bucket}/{name}", s3_server.storage_options)
+
+
+class TestGoogle(StoreTests):
+    """Google Cloud Storage: TensorStore moves the chunks, gcsfs everything else."""
+
+    @pytest.fixture
+    def place(self, gcs_server: GcsServer) -> Place:
+        bucket = gcs_server.new_bucket()
+        return lambda name: (f"gs://{bucket}/{name}", gcs_server.storage_options)
+
+
+class TestGcsfs(StoreTests):
+    """Google Cloud Storage through gcsfs alone, because of a setting that TensorStore lacks."""
+
+    @pytest.fixture
+    def place(self, gcs_server: GcsServer) -> Place:
+        bucket = gcs_server.new_bucket()
+        options = {**gcs_server.storage_options, "requests_timeout": 60}
+        return lambda name: (f"gs://{bucket}/{name}", options)
 
 
 AZURITE_ACCOUNT = "devstoreaccount1"

@@ -13,7 +13,10 @@ from typing import Any
 
 from shardstore.errors import StorageError
 
-LIBRARIES = ("aiobotocore", "botocore", "boto3", "s3fs", "fsspec", "aiohttp", "urllib3")
+LIBRARIES = (
+    *("aiobotocore", "botocore", "boto3", "s3fs", "fsspec", "aiohttp", "urllib3"),
+    *("gcsfs", "google", "requests"),
+)
 OPTIONS = ("key", "secret", "token", "username", "password", "account_key", "sas_token")
 """Storage options that are credentials. :data:`CLIENT_OPTIONS` are those of the client."""
 CLIENT_OPTIONS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
@@ -128,6 +131,11 @@ _DENIED = (
     "AWS_SECRET_ACCESS_KEY, AWS_PROFILE), and what they are allowed to do in this bucket; without "
     "s3:ListBucket, a store answers 403 also for what is absent"
 )
+_DENIED_BY_GOOGLE = (
+    "the store refuses the credentials: check GOOGLE_APPLICATION_CREDENTIALS, those of gcloud "
+    "(gcloud auth application-default login) or storage_options={'token': FILE}, and what they are "
+    "allowed to do in this bucket"
+)
 _REGION = (
     'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
 )
@@ -145,6 +153,7 @@ _REMEDIES = {
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     "503": "the store is overloaded, or down: try again later",
+    "429": "the store is overloaded: try again later, or with fewer ranks at a time",
     "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
@@ -169,7 +178,9 @@ _READING = ("reading", "looking for", "listing")
 
 def no_answer(url: str) -> str:
     """Return the advice for a store that does not answer."""
-    named = "endpoint_url, or AWS_ENDPOINT_URL" if _is_s3(url) else "in storage_options"
+    named = "in storage_options"
+    if variables := {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}.get(_kind_of(url)):
+        named = f"endpoint_url, or {variables}"
     return f"the store does not answer: check the endpoint ({named}) and the network"
 
 
@@ -178,13 +189,16 @@ def too_late(url: str, seconds: float) -> StorageError:
     return StorageError(f"{url}: no answer within {seconds:.0f} s; {no_answer(url)}", url=url)
 
 
-def remedy(code: str | None, doing: str = "") -> str:
+def remedy(code: str | None, doing: str = "", url: str = "") -> str:
     """Return the advice for an error that the store returned.
 
     Args:
         code: the store's error code, or the HTTP status.
         doing: the operation that failed. Reads get no advice about saves.
+        url: URL of the document or object; its protocol decides which credentials are named.
     """
+    if _kind_of(url) == "gs" and code in ("401", "403"):
+        return _DENIED_BY_GOOGLE
     if code == "SlowDown" and doing in _READING:
         return "the store is overloaded: try again later, or with fewer ranks at a time"
     return _REMEDIES.get(code or "", "see the store's error message")
@@ -206,13 +220,15 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
     if advice:
         pass
     elif code in _REMEDIES:
-        advice = remedy(code, doing)
+        advice = remedy(code, doing, url)
     elif any(word in name for word in ("Credential", "Profile", "SSO", "TokenRetrieval")):
         advice = SETTINGS
     elif "CERTIFICATE_VERIFY_FAILED" in str(error):
         text, advice = "the connection was refused", NO_TRUST
     elif isinstance(error, PermissionError):
-        advice = _DENIED if _is_s3(url) else _DENIED_ELSEWHERE
+        advice = _DENIED if _kind_of(url) == "s3" else _DENIED_ELSEWHERE
+    elif isinstance(error, ImportError) and _kind_of(url) == "gs":
+        advice = "gs:// needs gcsfs: pip install 'shardstore[gs]'"
     elif isinstance(error, FileNotFoundError):
         # The file system names a file of this machine, such as that of a web identity.
         advice = _NOT_THERE if error.filename is None else SETTINGS
@@ -229,14 +245,21 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
     return failure
 
 
-def _is_s3(url: str) -> bool:
-    return url.startswith(("s3://", "s3a://"))
+def _kind_of(url: str) -> str:
+    """Return "s3", "gs", or the protocol of another store."""
+    protocol = url.partition("://")[0]
+    return {"s3a": "s3", "gcs": "gs"}.get(protocol, protocol)
 
 
 def code_of(error: BaseException | None) -> str | None:
-    """Return the store's error code (Amazon S3 API, "Error responses"); ``None`` if the error has
-    none."""
+    """Return the store's error code (Amazon S3 API, "Error responses"), or the HTTP status of an
+    error of gcsfs; ``None`` if the error has none."""
     code = _answer(error).get("Error", {}).get("Code")
+    for one in _causes(error):
+        if type(one).__module__ == "gcsfs.retry":
+            code = code or getattr(one, "code", None)
+        elif isinstance(one, OSError) and str(one).startswith("Forbidden: http"):
+            code = code or 403  # gcsfs has no class for it
     return None if code is None else str(code)
 
 
@@ -271,6 +294,8 @@ def is_refusal(failure: BaseException) -> bool:
         # adlfs; gcsfs
         if _is_4xx(getattr(last, "status_code", None)) or _is_4xx(getattr(last, "code", None)):
             return True
+    if code_of(failure) == "403":
+        return True
     if isinstance(last, ConnectionError | TimeoutError):
         return False
     return isinstance(last, PermissionError) or getattr(last, "errno", None) is not None

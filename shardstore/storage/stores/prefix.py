@@ -1,7 +1,8 @@
 """A prefix of an object store as a store of checkpoints.
 
 fsspec reads and writes documents, lists, deletes and copies (:mod:`.remote`). TensorStore moves the
-bytes of S3 (:mod:`.tensorstore`). Both are imported on first use: local checkpoints need neither.
+bytes of S3 and of Google Cloud Storage (:mod:`.tensorstore`). Both are
+imported on first use: local checkpoints need neither.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class ObjectPrefix(Location):
     @property
     def driver(self) -> str | None:
         """See :attr:`Location.driver`."""
-        return "s3" if self.url.startswith(("s3://", "s3a://")) else None
+        return {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(
+            self.url.partition("://")[0]
+        )
 
     @property
     def place(self) -> str:
@@ -54,16 +57,17 @@ class ObjectPrefix(Location):
         return RemoteStore(self.url, self.options)
 
     def io(self) -> ObjectIO:
-        """Return the client for single objects: TensorStore's on S3, fsspec's on other stores or if
-        TensorStore's driver does not support the settings.
+        """Return the client for single objects: TensorStore's if it has a :attr:`driver` that
+        supports the settings, else fsspec's.
 
         Raises:
             StorageError: the store cannot be used.
         """
         from shardstore.storage.stores.remote import FileSystemIO
 
-        remote = self.remote
-        why = remote.s3_settings().unsupported if self.is_s3 else "another protocol than s3"
+        remote, why = self.remote, "a store other than s3:// and gs://"
+        if self.driver:
+            why = remote.driver_settings().unsupported
         if not why:
             from shardstore.storage.stores.tensorstore import KvStoreIO
 
@@ -173,10 +177,10 @@ class ObjectPrefix(Location):
 
     def kvstore(self, document: str | None = None) -> dict[str, Any]:
         """See :meth:`Location.kvstore`."""
-        if not self.is_s3:
+        if not self.driver:
             raise self.error(
-                ": arrays of other programs can be read from local folders and s3:// alone; copy "
-                "the checkpoint there"
+                ": arrays of other programs can be read from local folders, s3:// and gs:// alone; "
+                "copy the checkpoint there"
             )
         from shardstore.storage.stores.tensorstore import KvStoreIO
 
@@ -193,7 +197,7 @@ class ObjectPrefix(Location):
 
     def require_absent(self, name: str) -> None:
         """See :meth:`Location.require_absent`."""
-        if self.is_s3:
+        if self.driver:
             from shardstore.storage.stores.tensorstore import require_absent
 
             require_absent(self.remote, name)

@@ -1,5 +1,5 @@
-"""Access to object stores through fsspec (s3fs for S3): small documents, listing, deletion, copies
-and create-if-absent.
+"""Access to object stores through fsspec (s3fs for S3, gcsfs for Google Cloud Storage): small
+documents, listing, deletion, copies and create-if-absent.
 
 Every error is a :class:`~shardstore.errors.StorageError`. Requests have a deadline, so that a store
 that does not answer blocks a rank for a limited time only.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -26,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.runtime.parallel import run_batched
-from shardstore.storage.stores import s3
+from shardstore.storage.stores import gcs, s3
 from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 
@@ -53,8 +54,11 @@ _WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 _FROM_LISTINGS = ("exists", "find", "info", "ls")
 """Methods that a file system may answer from cached listings."""
 
+CLIENTS: Mapping[str, ModuleType] = {"s3": s3, "s3a": s3, "gs": gcs, "gcs": gcs}
+"""Modules with the settings of the stores that have a driver of TensorStore, by protocol."""
+
 _file_systems: dict[object, tuple[object, Any]] = {}
-"""Each file system with the :func:`s3.surroundings` at its creation."""
+"""Each file system with the ``surroundings`` at its creation."""
 _answered: set[int] = set()
 _lock = threading.Lock()
 _session_lock = threading.Lock()
@@ -67,29 +71,32 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
         StorageError: no such protocol, its package is missing, or the options do not fit.
     """
     protocol = url.partition("://")[0]
-    is_s3 = protocol in ("s3", "s3a")
-    surroundings = s3.surroundings() if is_s3 else None
-    bucket = "" if is_s3 else url.split("/")[2]
+    client = CLIENTS.get(protocol)
+    surroundings = client.surroundings() if client else None
+    bucket = "" if client else url.split("/")[2]
     # The key has the process id: a forked process must not share connections.
     known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)))
     with _lock:
         made_in, found = _file_systems.get(known, (None, None))
         if found is None or made_in != surroundings:
-            found = _made(url, protocol, options, is_s3)
+            found = _made(url, protocol, options, client)
             _file_systems[known] = surroundings, found
         return found
 
 
-def _made(url: str, protocol: str, options: Mapping[str, Any], is_s3: bool) -> Any:
-    keep_quiet_about(options, *(s3.profile_secrets() if is_s3 else ()))
-    if is_s3 and (wrong := s3.problem_of(options, os.environ)):
+def _made(url: str, protocol: str, options: Mapping[str, Any], client: ModuleType | None) -> Any:
+    keep_quiet_about(options, *(client.secrets(options) if client else ()))
+    if client and (wrong := client.problem_of(options, os.environ)):
         raise StorageError(f"{url}: the storage options do not fit: {wrong}", url=url)
-    given = s3.s3fs_options(options) if is_s3 else options
+    given = s3.s3fs_options(options) if client is s3 else options
     try:
         # The root alone: the rest of a URL is a name, and sets no option such as version_aware.
         root = "/".join(url.split("/")[:3])
-        made = fsspec.core.url_to_fs(root, skip_instance_cache=True, **given)[0]
-        if is_s3:
+        if client is gcs:
+            made = gcs.file_system(options)
+        else:
+            made = fsspec.core.url_to_fs(root, skip_instance_cache=True, **given)[0]
+        if client is s3:
             made.split_path = partial(_bucket_and_key, made.split_path)
         # A listing of the claims decides who owns a target, so it must not come from a cache. Not
         # all file systems have an option for this.
@@ -166,15 +173,16 @@ class RemoteStore:
                 return b""
             raise
 
-    def s3_settings(self) -> s3.S3Settings:
-        """Return region, endpoint and credentials of S3, as s3fs determined them.
+    def driver_settings(self) -> s3.S3Settings | gcs.GcsSettings:
+        """Return what TensorStore must know of the store, as s3fs or gcsfs determined it.
 
         Raises:
-            StorageError: there are no credentials, or s3fs cannot get them in time.
+            StorageError: there are no credentials, or the client cannot get them in time.
         """
+        find = CLIENTS[self.url.partition("://")[0]].settings
         with self.errors("connecting to", ""):
-            found: s3.S3Settings = sync(
-                self.fs.loop, s3.s3_settings, self.fs, self.url, timeout=FIRST_DEADLINE_S
+            found: s3.S3Settings | gcs.GcsSettings = sync(
+                self.fs.loop, find, self.fs, self.url, timeout=FIRST_DEADLINE_S
             )
             return found
 
@@ -199,7 +207,7 @@ class RemoteStore:
             StorageError: the store refused, or did not answer.
         """
         with self.errors("creating", name):
-            return _unless_there(lambda: self._pipe(self._path(name), data, create=True))
+            return unless_there(lambda: self._pipe(self._path(name), data, create=True))
 
     def copy_from(self, source: RemoteStore, name: str) -> bool:
         """Copy an object within the store if no object of its name exists here. Many stores ignore
@@ -226,7 +234,7 @@ class RemoteStore:
                 self.call("cp_file", *paths)
 
         with source.errors("copying", name, absent=True):
-            return _unless_there(copy)
+            return unless_there(copy)
 
     def become_copy_of(self, source: RemoteStore) -> None:
         """Copy an object of any size within the store to this URL. This takes a request for the
@@ -420,7 +428,7 @@ class RemoteStore:
             if id(self.fs) not in _answered and hasattr(self.fs, "set_session"):
                 with _session_lock:  # concurrent first requests would each create a session
                     if hasattr(self.fs, "_call_s3"):
-                        self.s3_settings()
+                        self.driver_settings()
                     else:
                         sync(self.fs.loop, self.fs.set_session, timeout=seconds)
             left = max(0.01, deadline - time.monotonic())  # fsspec takes 0 for no limit
@@ -476,13 +484,13 @@ class FileSystemIO(ObjectIO):
         return self._store.read_range(key, start, stop, size)
 
 
-def _unless_there(write: Callable[[], None]) -> bool:
+def unless_there(write: Callable[[], None]) -> bool:
     """Call ``write`` and return ``True``; ``False`` if an object of that name exists."""
     try:
         write()
     except FileExistsError:
         return False
-    except OSError as error:
+    except Exception as error:  # the libraries have their own exception types
         if code_of(error) in _THERE_ALREADY:
             return False
         raise

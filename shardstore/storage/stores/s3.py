@@ -98,7 +98,7 @@ def problem_of(options: Mapping[str, Any], variables: Mapping[str, str]) -> str 
     if not any(endpoints.values()):
         endpoints = {name: variables.get(name) for name in _ENDPOINTS}
     for name, endpoint in endpoints.items():
-        if endpoint and (wrong := _wrong_endpoint(endpoint)):
+        if endpoint and (wrong := wrong_endpoint(endpoint)):
             return f"{name} {wrong}"
     return _wrong_config(options.get("config_kwargs") or {})
 
@@ -107,11 +107,12 @@ def _kind(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _wrong_endpoint(url: str) -> str | None:
+def wrong_endpoint(url: str) -> str | None:
+    """Return what is wrong with the URL of a server; ``None`` if nothing is."""
     if "@" in url:
         return (
             "has credentials in it, which no client takes from there: give http://HOST:PORT, and "
-            "key and secret (or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) beside it"
+            "the credentials (key and secret, or token) beside it"
         )
     if not url.startswith(("http://", "https://")):
         such = f"http://{url} or https://{url}" if _HOST.fullmatch(url) else "http://host:9000"
@@ -172,8 +173,9 @@ def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def profile_secrets() -> list[str]:
-    """Return the credentials in the profile files; an empty list if they cannot be read."""
+def secrets(options: Mapping[str, Any]) -> list[str]:
+    """Return the credentials in the profile files, whatever the options are; an empty list if they
+    cannot be read."""
     try:
         import botocore.session  # type: ignore[import-untyped]
 
@@ -202,7 +204,7 @@ class S3Settings:
     unsupported: str
 
 
-async def s3_settings(fs: Any, url: str) -> S3Settings:
+async def settings(fs: Any, url: str) -> S3Settings:
     """Return the settings of an s3fs file system for a URL, with the current credentials. botocore
     renews them some minutes before they expire.
 
@@ -223,7 +225,7 @@ async def s3_settings(fs: Any, url: str) -> S3Settings:
             keep_quiet_about({}, *found)
     except Exception as error:  # of botocore, of the program, or of the operating system
         raise explained("finding region and credentials of", url, error, SETTINGS) from error
-    if wrong := _wrong_endpoint(client.meta.endpoint_url):  # that of a profile
+    if wrong := wrong_endpoint(client.meta.endpoint_url):  # that of a profile
         raise ArgumentError(f"{url}: endpoint_url of the profile {wrong}")
     region = client.meta.region_name
     names = ("access key", "secret key", "session token", "region")

@@ -1,10 +1,10 @@
-"""Puts and gets objects of S3 through TensorStore's key-value store. Arrays that TensorStore
-decodes use the same store.
+"""Puts and gets objects of S3 and Google Cloud Storage through TensorStore's key-value stores.
+Arrays that TensorStore decodes use the same stores.
 
-A write is one PUT, conditional or not. A read is one GET, or several ranged GETs for a large
+A write is one request, conditional or not. A read is one GET, or several ranged GETs for a large
 object. TensorStore retries failed requests and aborts requests that transfer no bytes
-(``TENSORSTORE_CURL_LOW_SPEED_*``, set in :mod:`.s3`). It reads the credentials from an in-memory
-file that only this process has open (Linux man-pages, memfd_create(2)); no spec, ``repr`` or error
+(``TENSORSTORE_CURL_LOW_SPEED_*``, set in :mod:`.s3`). It reads those of S3 from an in-memory file
+that only this process has open (Linux man-pages, memfd_create(2)); no spec, ``repr`` or error
 contains them.
 """
 
@@ -28,9 +28,11 @@ import tensorstore as ts
 
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy, too_late
+from shardstore.storage.stores.gcs import ENDPOINT, GcsSettings
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.storage.stores.s3 import S3Settings
+from shardstore.storage.stores.s3_uploads import LEAST_BYTES, begin_upload
 
 T = TypeVar("T")
 
@@ -78,13 +80,9 @@ def shared_context() -> ts.Context:
     because each chunk is read once."""
     bytes(KEPT_BYTES)
     retries = {"max_retries": RETRIES, "initial_delay": "200ms", "max_delay": "5s"}
-    return ts.Context(
-        {
-            "cache_pool": {"total_bytes_limit": 0},
-            "s3_request_concurrency": {"limit": REQUESTS},
-            "s3_request_retries": retries,
-        }
-    )
+    limits = {f"{store}_request_concurrency": {"limit": REQUESTS} for store in ("s3", "gcs")}
+    tries = {f"{store}_request_retries": retries for store in ("s3", "gcs")}
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, **limits, **tries})
 
 
 def plain_words(text: str) -> str:
@@ -101,9 +99,10 @@ class Opened:
 
     Attributes:
         context: the TensorStore context.
-        spec: the specification (TensorStore documentation, "s3 Key-Value Store driver").
+        spec: the specification (TensorStore documentation, "s3 Key-Value Store driver", "gcs
+            Key-Value Store driver").
         kvs: the store.
-        secrets: the file from which TensorStore reads the credentials at the first request.
+        secrets: the file from which TensorStore reads credentials of S3 at the first request.
     """
 
     context: ts.Context
@@ -113,7 +112,7 @@ class Opened:
 
 
 class KvStoreIO(ObjectIO):
-    """Puts and gets objects of S3 through TensorStore.
+    """Puts and gets objects through TensorStore.
 
     Args:
         url: URL of a prefix in a bucket.
@@ -138,13 +137,15 @@ class KvStoreIO(ObjectIO):
         with self._lock:
             if (now := time.monotonic()) >= self._asked_at + ASKED_EVERY_S:
                 self._remote, self._asked_at = RemoteStore(self._url, self._options), now
-                self._settings = self._remote.s3_settings()
+                self._settings = self._remote.driver_settings()
             return _open(self._url, self._settings, shared_context())
 
     def begin_put(self, key: str, parts: Parts, *, create: bool) -> Callable[[], bool]:
         """See :meth:`ObjectIO.begin_put`."""
         condition, size = NOTHING_THERE if create else None, sum(map(len, parts))
         store = self.opened()
+        if size >= LEAST_BYTES and isinstance(self._settings, S3Settings):
+            return begin_upload(self._remote, self._settings, key, parts, create=create)
         future = _copied(lambda: store.kvs.write(key, b"".join(parts), if_equal=condition), size)
         written = self._begun("writing", key, size, store, future)
         return lambda: bool(written().generation != REFUSED)
@@ -193,7 +194,7 @@ class KvStoreIO(ObjectIO):
         return finish
 
     def require_seen(self, key: str) -> None:
-        """Raise :class:`StorageError` if s3fs finds an object that TensorStore does not find."""
+        """Raise :class:`StorageError` if fsspec finds an object that TensorStore does not find."""
         store = self.opened()
         read = self._begun("reading", key, UNKNOWN_BYTES, store, store.kvs.read(key))
         if read().state == "missing":
@@ -220,7 +221,7 @@ class KvStoreIO(ObjectIO):
 def wait(
     future: Any, remote: RemoteStore, context: ts.Context, size: int, began: float | None = None
 ) -> Any:
-    """Wait for a request of ``size`` bytes to S3 and return its result. The deadline counts from
+    """Wait for a request of ``size`` bytes and return its result. The deadline counts from
     ``began``, a time of :func:`time.monotonic`; ``None``: now.
 
     Raises:
@@ -243,18 +244,18 @@ def wait(
 
 
 _APART = (
-    "s3fs finds an object that TensorStore does not find: the two clients reach different servers; "
-    "compare HTTP_PROXY, ALL_PROXY and NO_PROXY in capital and small letters"
+    "fsspec finds an object that TensorStore does not find: the two clients reach different "
+    "servers; compare HTTP_PROXY, ALL_PROXY and NO_PROXY in capital and small letters"
 )
 
 
 @cache
 def _warn_once(url: str) -> None:
-    logger.warning("%s: %s. s3fs reads it, more slowly", url, _APART)
+    logger.warning("%s: %s. fsspec reads it, more slowly", url, _APART)
 
 
 def require_absent(remote: RemoteStore, key: str) -> None:
-    """Raise :class:`StorageError` if s3fs finds an object that TensorStore does not find."""
+    """Raise :class:`StorageError` if fsspec finds an object that TensorStore does not find."""
     if remote.exists(key):
         url = f"{remote.url}/{key}"
         raise StorageError(f"{url}: {_APART}", url=url)
@@ -270,7 +271,7 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
         said = f"HTTP {status[1]}" if code is None else f"{code[1]} (HTTP {status[1]})"
-        advice = remedy((code or status)[1], doing)
+        advice = remedy((code or status)[1], doing, url)
     else:
         said = plain_words(text)
         advice = NO_TRUST if "curl_code='60'" in text else no_answer(url)
@@ -278,7 +279,30 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
 
 
 @lru_cache(maxsize=64)
-def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
+def _open(url: str, settings: S3Settings | GcsSettings, context: ts.Context) -> Opened:
+    _, _, bucket, *path = url.split("/", 3)
+    prefix, secrets = "".join(f"{below}/" for below in path), None
+    if isinstance(settings, S3Settings):
+        spec, secrets = _s3_spec(bucket, settings)
+    elif settings.unsupported:  # TensorStore would read another server, or as another user
+        raise StorageError(
+            f"{url}: TensorStore does not take {settings.unsupported}; use this machine's default "
+            f"credentials, and set {ENDPOINT} for a server that is not Google's",
+            url=url,
+        )
+    else:
+        spec = {"driver": "gcs", "bucket": bucket}
+    spec["path"] = prefix
+    try:
+        store = ts.KvStore.open(spec, context=context).result()
+    except ValueError as error:
+        failure = _failure("opening", url, str(error))
+    else:
+        return Opened(context, spec, store, secrets)
+    raise failure  # outside of the handler, as in _begun
+
+
+def _s3_spec(bucket: str, settings: S3Settings) -> tuple[dict[str, Any], IO[str] | None]:
     secrets, credentials = None, {"type": "anonymous"}
     if settings.credentials is not None:
         # The lock makes concurrent threads share one file: the cache would close a second one.
@@ -290,7 +314,6 @@ def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
             "credentials_file": f"/proc/self/fd/{secrets.fileno()}",
             "config_file": os.devnull,
         }
-    _, _, bucket, *path = url.split("/", 3)
     endpoint = settings.endpoint
     if settings.in_host:  # the driver reads the bucket from the host if it gets no name
         scheme, _, host = endpoint.partition("://")
@@ -298,19 +321,12 @@ def _open(url: str, settings: S3Settings, context: ts.Context) -> Opened:
     spec = {
         "driver": "s3",
         "bucket": bucket,
-        "path": "".join(f"{below}/" for below in path),
         "aws_region": settings.region,
         "endpoint": endpoint,
         "use_conditional_write": True,
         "aws_credentials": credentials,
     }
-    try:
-        store = ts.KvStore.open(spec, context=context).result()
-    except ValueError as error:
-        failure = _failure("opening", url, str(error))
-    else:
-        return Opened(context, spec, store, secrets)
-    raise failure  # outside of the handler, as in _begun
+    return spec, secrets
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,123 @@
+"""Uploads large objects to S3 through botocore, without a copy or a hash of the content.
+
+TensorStore's driver takes the content as one ``bytes``, copies it, and signs its SHA-256. botocore
+sends the parts from where they are, and its signature can leave the content out (Amazon S3 API,
+"UNSIGNED-PAYLOAD"). Chunks have checksums of their own, which each load verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Any
+
+from shardstore.storage.stores.errors import too_late
+from shardstore.storage.stores.object_io import Parts
+from shardstore.storage.stores.remote import RemoteStore, unless_there
+from shardstore.storage.stores.s3 import LIMITS, S3Settings
+
+LEAST_BYTES = 4 * 1024 * 1024
+"""For smaller objects, the requests of botocore cost more than the copy and the hash."""
+REQUESTS = 32
+"""Concurrent uploads of a process. Each has a thread, which mostly waits for the socket."""
+PIECE_BYTES = 1024 * 1024
+"""Bytes given to the socket at a time."""
+
+
+class Body:
+    """A file-like object with the content of an object, without a copy of it.
+
+    Args:
+        parts: the content, in order.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._views = [memoryview(part).cast("B") for part in parts]
+        self._size, self._at = sum(map(len, self._views)), 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        """Return the position of the next byte."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the position of the next byte. See :meth:`io.IOBase.seek`."""
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def read(self, _: int = -1) -> memoryview:
+        """Return the next piece, of :data:`PIECE_BYTES` or less; empty at the end. The HTTP client
+        asks for much smaller ones."""
+        start = self._at
+        for view in self._views:
+            if start < len(view):
+                piece = view[start : start + PIECE_BYTES]
+                self._at += len(piece)
+                return piece
+            start -= len(view)
+        return memoryview(b"")
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(REQUESTS, "shardstore-uploads")
+
+
+@lru_cache(maxsize=64)
+def _client(settings: S3Settings) -> Any:
+    import botocore.session  # type: ignore[import-untyped]
+    from botocore import UNSIGNED
+    from botocore.config import Config  # type: ignore[import-untyped]
+
+    is_of_amazon = "amazonaws.com" in settings.endpoint
+    style = "virtual" if settings.in_host else "auto" if is_of_amazon else "path"
+    key, secret, token = settings.credentials or (None, None, None)
+    checksums = ("request_checksum_calculation", "response_checksum_validation")
+    return botocore.session.Session().create_client(
+        "s3",
+        endpoint_url=settings.endpoint,
+        region_name=settings.region,
+        aws_access_key_id=key,
+        aws_secret_access_key=secret,
+        aws_session_token=token,
+        config=Config(
+            s3={"addressing_style": style, "payload_signing_enabled": False},
+            signature_version=None if settings.credentials else UNSIGNED,
+            max_pool_connections=REQUESTS,
+            retries={"mode": "standard", "total_max_attempts": 4},
+            **{name: "when_required" for name in checksums if name in Config.OPTION_DEFAULTS},
+            **LIMITS,
+        ),
+    )
+
+
+def begin_upload(
+    remote: RemoteStore, settings: S3Settings, key: str, parts: Parts, *, create: bool
+) -> Callable[[], bool]:
+    """Start a PUT. See :meth:`ObjectIO.begin_put`. ``parts`` must not change before its end."""
+    _, _, bucket, *above = f"{remote.url}/{key}".split("/", 3)
+    condition = {"IfNoneMatch": "*"} if create else {}
+    body = Body(parts)
+
+    def put() -> None:
+        _client(settings).put_object(Bucket=bucket, Key=above[0], Body=body, **condition)
+
+    future = _threads().submit(unless_there, put)
+    seconds = remote.deadline_s(len(body))
+
+    def finish() -> bool:
+        with remote.errors("writing", key):
+            try:
+                written = future.result(timeout=seconds)
+            except TimeoutError:
+                if future.done():
+                    raise
+                future.cancel()
+                raise too_late(remote.url, seconds) from None
+        remote.has_answered()
+        return written
+
+    return finish
