@@ -304,6 +304,7 @@ def test_documents_that_are_older_than_the_root(
     assert (loaded["w0"] == 20).all()
 
 
+@pytest.mark.long
 def test_a_reader_on_s3_gets_one_checkpoint(s3_server: S3Server) -> None:
     """The same bytes in a bucket: readers that begin at a moment of an overwrite, and one that has
     opened the old checkpoint."""
