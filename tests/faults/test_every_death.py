@@ -33,7 +33,7 @@ def save(place: Path, version: int) -> None:
     value = torch.full((6, 8), float(version))
     state: dict[str, Any] = {
         "w": ShardedTensor.from_rank_offsets("w", value),
-        **{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", value[i].clone()) for i in range(3)},
+        **{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", value[i].clone()) for i in range(2)},
         f"only-{version}": ShardedTensor.from_rank_offsets(f"only-{version}", value[0].clone()),
         "o": ShardedObject("o", {"version": version}, (1,), (0,)),
         "step": version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_two_chunks_of_one_array(tmp_path: Path, rows: int) -> None:
     part.global_offset = (0, 0)
     shardstore.load({"w": part}, tmp_path / "c", validate_access_integrity=False)
     assert torch.equal(part.data, data[: rows // 8])
+
+
+def test_a_chunk_of_another_checkpoint(tmp_path: Path) -> None:
+    """What a late writer of another attempt leaves: right in size and checksum, but older."""
+    shardstore.save(whole("w", torch.zeros(16)), tmp_path / "a")
+    shardstore.save(whole("w", torch.ones(16)), tmp_path / "b")
+    shutil.copy(tmp_path / "a" / "w" / "c.0", tmp_path / "b" / "w" / "c.0")
+    with pytest.raises(ChunkCorruptError, match="not the chunk that was committed"):
+        shardstore.load(whole("w", torch.empty(16)), tmp_path / "b")
 
 
 def test_after_other_arrays_were_removed(tmp_path: Path) -> None:

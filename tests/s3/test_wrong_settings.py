@@ -331,7 +331,11 @@ print("arguments:", open("/proc/self/cmdline").read())
 
 
 @pytest.mark.parametrize(
-    ("fixture", "how"), [("s3_server", "options"), ("radosgw_server", "environment")]
+    ("fixture", "how"),
+    [
+        ("s3_server", "options"),
+        pytest.param("radosgw_server", "environment", marks=pytest.mark.long),
+    ],
 )
 def test_credentials_are_in_nothing_written_printed_or_logged(
     request: pytest.FixtureRequest, tmp_path: Path, fixture: str, how: str
