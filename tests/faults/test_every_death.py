@@ -210,5 +210,5 @@ def test_a_death_at_any_moment(tmp_path: Path, name: str, how: str) -> None:
     (process,) = start([(_every_moment, (str(tmp_path), name, how))])
     process.join()
     assert process.exitcode == 0, (tmp_path / "errors").read_text()
-    least = 5 if name in ("delete", "remove") else 25
+    least = 5 if name in ("delete", "remove") else 20
     assert int((tmp_path / "moments").read_text()) > least
