@@ -167,7 +167,7 @@ def save_after_a_lost_rank(rank: int, world_size: int, root: str, mixed: bool) -
     return found
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_save_works_after_one_that_lost_a_rank(tmp_path: Path, mixed: bool) -> None:
     assert run_ranks(save_after_a_lost_rank, 3, str(tmp_path), mixed) == [[]] * 3
     for name in ("next", "after"):

@@ -189,9 +189,23 @@ def _wait_for_the_slowest(rank: int, world_size: int) -> list[list[int]]:
     return polls
 
 
-def test_finalised_only_when_done_on_all_ranks() -> None:
-    for polls in run_ranks(_wait_for_the_slowest, 3):
-        assert polls == [[], [], [], [0]]
+def _all(rank: int, world_size: int) -> tuple[Any, ...]:
+    return (
+        _wait_for_the_slowest(rank, world_size),
+        _fail_on_one(rank, world_size),
+        _different_calls(rank, world_size),
+        _reductions(rank, world_size),
+    )
+
+
+@pytest.fixture(scope="module")
+def told() -> list[Any]:
+    """What three ranks found, by what they tried."""
+    return list(zip(*run_ranks(_all, 3), strict=True))
+
+
+def test_finalised_only_when_done_on_all_ranks(told: list[Any]) -> None:
+    assert list(told[0]) == [[[], [], [], [0]]] * 3
 
 
 def _fail_on_one(rank: int, world_size: int) -> tuple[str, list[str], list[str]]:
@@ -224,8 +238,8 @@ def _fail_on_one(rank: int, world_size: int) -> tuple[str, list[str], list[str]]
     return texts[0], texts[1:], [entry for entry in log if "final" in entry]
 
 
-def test_failure_on_one_rank_surfaces_on_all() -> None:
-    for background, others, finals in run_ranks(_fail_on_one, 3):
+def test_failure_on_one_rank_surfaces_on_all(told: list[Any]) -> None:
+    for background, others, finals in told[1]:
         assert background.startswith("[1] ")
         assert "rank 1: OSError: rank 1 has no space left" in background
         assert "rank 0: ValueError: no commit" in others[0]
@@ -243,8 +257,8 @@ def _different_calls(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_poll_different_calls_are_told() -> None:
-    assert "call 1" in run_ranks(_different_calls, 2)[0]
+def test_ranks_that_poll_different_calls_are_told(told: list[Any]) -> None:
+    assert "call 1" in told[2][0]
 
 
 def _reductions(rank: int, world_size: int) -> int:
@@ -269,5 +283,5 @@ def _reductions(rank: int, world_size: int) -> int:
     return polled
 
 
-def test_a_poll_makes_one_reduction_and_none_with_no_dist() -> None:
-    assert run_ranks(_reductions, 2) == [1, 1]
+def test_a_poll_makes_one_reduction_and_none_with_no_dist(told: list[Any]) -> None:
+    assert list(told[3]) == [1, 1, 1]

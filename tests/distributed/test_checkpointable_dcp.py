@@ -117,25 +117,20 @@ def test_resharded_round_trip(
     held = run_ranks(_load, load_ranks, str(tmp_path / "ckpt"), load_grid)
     assert min(held) > 1, "several shards to a rank are the point of this test"
 
+    _empty_shard_does_not_hide_its_neighbour(str(tmp_path / "ckpt"))
+    _other_global_shape_is_refused_by_dcp(str(tmp_path / "ckpt"))
 
-def test_empty_shard_does_not_hide_its_neighbour(tmp_path: Path) -> None:
-    run_ranks(_save, 2, str(tmp_path / "ckpt"), (2, 2))
+
+def _empty_shard_does_not_hide_its_neighbour(place: str) -> None:
     wanted = ShardedTensor.from_rank_offsets("uneven", torch.full((8,), -1))
-    dcp.load(
-        {"uneven": CheckpointableShardedTensor.from_sh_ten(wanted)},
-        checkpoint_id=str(tmp_path / "ckpt"),
-        no_dist=True,
-    )
+    shard = CheckpointableShardedTensor.from_sh_ten(wanted)
+    dcp.load({"uneven": shard}, checkpoint_id=place, no_dist=True)
     assert wanted.data is not None
     assert wanted.data.tolist() == list(range(8))
 
 
-def test_other_global_shape_is_refused_by_dcp(tmp_path: Path) -> None:
-    run_ranks(_save, 2, str(tmp_path / "ckpt"), (2, 2))
+def _other_global_shape_is_refused_by_dcp(place: str) -> None:
     wanted = ShardedTensor.from_rank_offsets("grid", torch.zeros(ROWS, COLUMNS + 1))
+    shard = CheckpointableShardedTensor.from_sh_ten(wanted)
     with pytest.raises(CheckpointException, match=r"Size mismatch.*\[12, 10\].*\[12, 11\]"):
-        dcp.load(
-            {"grid": CheckpointableShardedTensor.from_sh_ten(wanted)},
-            checkpoint_id=str(tmp_path / "ckpt"),
-            no_dist=True,
-        )
+        dcp.load({"grid": shard}, checkpoint_id=place, no_dist=True)

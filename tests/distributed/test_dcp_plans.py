@@ -86,24 +86,20 @@ def _is_b(item: Any) -> bool:
     return bool(item.dest_index.fqn == "b")
 
 
-def save(rank: int, world_size: int, folder: Path) -> None:
-    dcp.save(state(None), storage_writer=StorageWriter(folder / "saved"))
-
-
 def load_with_one_who_looks(rank: int, world_size: int, folder: Path) -> Any:
+    dcp.save(state(None), storage_writer=StorageWriter(folder / "saved"))
     planner = Looks()
     found = state(-1.0)
     dcp.load(found, storage_reader=StorageReader(folder / "saved"), planner=planner)
     for key in KEYS:
         assert torch.equal(found[key].full_tensor(), truth(key)), key
+    load_without_b(rank, world_size, folder)
     return planner.seen if rank == 0 else None
 
 
-def load_without_b(
-    rank: int, world_size: int, folder: Path, planner: type[DefaultLoadPlanner]
-) -> None:
-    reader = StorageReader(folder / "saved")
-    for _ in range(2):  # a reader may be used again
+def load_without_b(rank: int, world_size: int, folder: Path) -> None:
+    reader = StorageReader(folder / "saved")  # a reader may be used again
+    for planner in (Replaces, ChangesInPlace, ChangesItsOwn):
         found = state(-1.0)
         dcp.load(found, storage_reader=reader, planner=planner())
         for key in KEYS:
@@ -111,26 +107,12 @@ def load_without_b(
             assert isinstance(whole, DTensor)
             mine = truth(key).chunk(world_size)[rank]
             expected = torch.full_like(mine, -1.0) if key == "b" and rank else mine
-            assert torch.equal(whole.to_local(), expected), (key, rank)
+            assert torch.equal(whole.to_local(), expected), (key, rank, planner)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plans")
-    run_ranks(save, WORLD, folder)
-    return folder
-
-
-def test_the_coordinator_sees_the_items_of_all_ranks(saved: Path) -> None:
-    seen = run_ranks(load_with_one_who_looks, WORLD, saved)[0]
+def test_a_load_follows_its_planner_and_the_coordinator_sees_all_items(tmp_path: Path) -> None:
+    seen = run_ranks(load_with_one_who_looks, WORLD, tmp_path)[0]
     assert seen == [[(key, (2 * rank, 0)) for key in KEYS] for rank in range(WORLD)]
-
-
-@pytest.mark.parametrize("planner", [Replaces, ChangesInPlace, ChangesItsOwn])
-def test_a_load_follows_the_changes_of_its_planner(
-    saved: Path, planner: type[DefaultLoadPlanner]
-) -> None:
-    run_ranks(load_without_b, WORLD, saved, planner)
 
 
 def save_two_types(rank: int, world_size: int, folder: Path) -> str:

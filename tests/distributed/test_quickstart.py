@@ -116,6 +116,7 @@ def test_a_rank_that_fails_ends_the_others(folder: Path, capfd: pytest.CaptureFi
     assert key in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_damaged_chunk_fails_the_resume(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     array = folder / "checkpoint" / "model.embedding.positions"
     chunk = next(p for p in sorted(array.rglob("*")) if p.is_file() and p.name != "zarr.json")

@@ -28,21 +28,25 @@ from tests.helpers.ranks_helper import join, run_ranks
 
 WORLD = 4
 LONG = 64 * 1024
+INLINE = messages._INLINE_BYTES
+SIZES = [0, 1, LONG - 1, LONG, 3 * LONG + 1, INLINE - 1, INLINE, INLINE + 1, 0, INLINE]
+"""Of messages of one piece and of two."""
 
 
 def _agree(rank: int, world: int) -> list[bytes]:
     ranks = Ranks.current()
     assert (ranks.rank, ranks.world_size, ranks.is_coordinator) == (rank, world, rank == 0)
-    sizes = [0, 1, LONG - 1, LONG, 3 * LONG + 1]
     answers = []
-    for size in sizes:
-        report = bytes([rank]) * size
+    for size in SIZES:
+        # Every other rank has little to say where this one has much.
+        told = [bytes([r]) * (size if r % 2 else size // 2) for r in range(world)]
 
-        def decide(reports: list[bytes], size: int = size) -> bytes:
-            assert reports == [bytes([r]) * size for r in range(world)]
-            return b"".join(reports)
+        def decide(reports: list[bytes], told: list[bytes] = told) -> bytes:
+            assert reports == told
+            return bytes(max(map(len, told)))
 
-        answers.append(Ranks.current().together(report, what="testing", decide=decide))
+        with torch.device("meta"):  # where a trainer builds its model
+            answers.append(Ranks.current().together(told[rank], what="testing", decide=decide))
     answers.append(ranks.together(b"x", what="testing"))
     return answers
 
@@ -51,32 +55,7 @@ def _agree(rank: int, world: int) -> list[bytes]:
 def test_every_rank_gets_the_same_answer(world: int) -> None:
     results = run_ranks(_agree, world)
     assert all(result == results[0] for result in results)
-    sizes = [0, 1, LONG - 1, LONG, 3 * LONG + 1]
-    assert [len(answer) for answer in results[0]] == [*(n * world for n in sizes), 0]
-
-
-def _by_size(rank: int, world: int) -> list[bytes]:
-    inline = messages._INLINE_BYTES
-    answers = []
-    for size in [inline - 1, inline, inline + 1, 0, LONG - 1, inline]:
-        # Every other rank has little to say where this one has much.
-        report = os.urandom(1) * (size if rank % 2 else size // 2)
-        lengths = [size if r % 2 else size // 2 for r in range(world)]
-
-        def decide(reports: list[bytes], size: int = size, lengths: list[int] = lengths) -> bytes:
-            assert list(map(len, reports)) == lengths
-            return bytes(size)
-
-        with torch.device("meta"):  # where a trainer builds its model
-            answers.append(Ranks.current().together(report, what="testing", decide=decide))
-    return answers
-
-
-def test_messages_of_one_piece_and_of_two() -> None:
-    inline = messages._INLINE_BYTES
-    expected = [inline - 1, inline, inline + 1, 0, LONG - 1, inline]
-    for answers in run_ranks(_by_size, WORLD):
-        assert list(map(len, answers)) == expected
+    assert [len(answer) for answer in results[0]] == [*SIZES, 0]
 
 
 class Private(Exception):  # noqa: N818

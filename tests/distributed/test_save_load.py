@@ -22,10 +22,8 @@ from shardstore.errors import (
     ShapeMismatchError,
 )
 from shardstore.mapping import (
-    LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 from shardstore.serialization import load_sharded_metadata
 from shardstore.storage.runtime.counters import counters
@@ -105,6 +103,8 @@ def clean_save_and_load_log_nothing(rank: int, world_size: int, folder: Path) ->
         "r": replicated("r", rank),
         "o": ShardedObject("o", {"rank": rank}, (world_size,), (rank,)),
         "step": 3,
+        "float8": torch.ones(2).to(torch.float8_e5m2),
+        "float4": torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     }
     with logged() as texts:
         shardstore.save(state, folder / "c", content_metadata={"a": 1})
@@ -137,42 +137,6 @@ def sharded_objects(rank: int, world_size: int, folder: Path) -> None:
     stored = load_sharded_metadata(folder / "c")
     assert f"grid/shard_1.{rank}_2.{world_size}" in stored
     assert len(stored) == 2 * world_size + 1
-
-
-def _halves(key: str, data: torch.Tensor, replica_id: Any, flat: Any) -> dict[str, Any]:
-    first, second = data.chunk(2)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return {
-        "first": ShardedTensor.from_rank_offsets(f"{key}.1", first, (0, rank, world_size)),
-        "second": ShardedTensor.from_rank_offsets(f"{key}.2", second, (0, rank, world_size)),
-    }
-
-
-def _whole(parts: dict[str, Any]) -> torch.Tensor:
-    return torch.cat([parts["first"], parts["second"]])
-
-
-def factories(rank: int, world_size: int, folder: Path) -> None:
-    data = torch.arange(12.0).reshape(4, 3) + 100 * rank
-    state = {"deep": [{"f": ShardedTensorFactory("f", data, _halves, _whole)}], "step": 1}
-    shardstore.save(state, folder / "c")
-    assert sorted(shardstore.load_tensors_metadata(folder / "c")) == ["f.1", "f.2"]
-    wanted = {"deep": [{"f": ShardedTensorFactory("f", torch.zeros(4, 3), _halves, _whole)}]}
-    loaded = load(wanted, folder / "c")
-    assert torch.equal(loaded["deep"][0]["f"], data)
-
-
-def nonpersistent_objects(rank: int, world_size: int, folder: Path) -> None:
-    local = object()
-    state = {"w": rows("w", rank, world_size), "deep": {"local": LocalNonpersistentObject(local)}}
-    shardstore.save(state, folder / "c")
-    wanted = {
-        "w": rows("w", rank, world_size),
-        "deep": {"local": LocalNonpersistentObject(local)},
-    }
-    loaded = load(wanted, folder / "c")
-    assert loaded["deep"]["local"] is local
-    assert "deep" not in shardstore.load_common_state_dict(folder / "c")
 
 
 def content_metadata_is_in_the_root_attributes(rank: int, world_size: int, folder: Path) -> None:

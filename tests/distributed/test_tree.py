@@ -213,23 +213,26 @@ def test_a_rank_that_dies_in_the_middle_of_a_piece(tmp_path: Path, sends: bool) 
     assert "lost rank 1" in (tmp_path / "outcome").read_text()
 
 
-@pytest.mark.parametrize("who", [0, 3, 5])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(3, marks=LONG), 5])
 def test_a_rank_that_dies_before_the_first_meeting(tmp_path: Path, who: int) -> None:
     deaths(tmp_path, {who: 0}, "before")
 
 
-@pytest.mark.parametrize("who", [0, 2, 3])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=LONG), 2, 3])
 def test_a_rank_that_dies_before_its_first_connection(tmp_path: Path, who: int) -> None:
     deaths(tmp_path, {who: 100}, "arrived")
 
 
 @pytest.mark.parametrize("when", ["connecting", "later"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_leaders_and_leaves_that_die(tmp_path: Path, when: str, seed: int) -> None:
     deaths(tmp_path, _dying(random.Random(seed)), when)
 
 
-@pytest.mark.long
+@LONG
 @pytest.mark.parametrize("batch", range(25))
 def test_five_hundred_deaths(tmp_path: Path, batch: int) -> None:
     chance = random.Random(batch)

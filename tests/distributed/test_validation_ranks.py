@@ -10,10 +10,9 @@ import torch
 
 import shardstore
 from shardstore import validation
-from shardstore.errors import AccessPatternError, CheckpointingException
+from shardstore.errors import AccessPatternError
 from shardstore.mapping import ShardedObject, ShardedTensor
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import logged
 
 
 def _cell(index: int, parts: int) -> ShardedTensor:
@@ -37,40 +36,21 @@ def _raised(metadata: list[Any]) -> str:
     return ""
 
 
-def test_metadata_of_all_ranks_is_checked_on_rank_0() -> None:
-    results = run_ranks(_gathered, 3)
-    for rank, (everywhere, good, bad) in enumerate(results):
+def _all(rank: int, world_size: int, folder: Path) -> tuple[Any, str, list[str]]:
+    found = _gathered(rank, world_size)
+    return found, _unpicklable(rank, world_size), _save_with_one_main(rank, world_size, folder)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(_all, 3, tmp_path_factory.mktemp("told"), timeout_s=60)
+
+
+def test_metadata_of_all_ranks_is_checked_on_rank_0(told: list[Any]) -> None:
+    for rank, ((everywhere, good, bad), *_) in enumerate(told):
         assert everywhere == [[("grid", (2 * r,)), ("o", (r,))] for r in range(3)]
         assert good == ""
         assert ("ranks [0, 1, 2]" in bad) == (rank == 0)
-
-
-def _common(rank: int, world_size: int, differ: bool) -> list[str]:
-    common: dict[str, Any] = {"step": 5, "t": torch.arange(3), "deep": {"list": [1, 2]}}
-    common["float8"] = torch.ones(2).to(torch.float8_e5m2)
-    common["float4"] = torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    if differ and rank == 1:
-        del common["step"]
-        common["mine"] = 1
-        common["deep"]["list"][1] = 3
-    metadata = validation.determine_global_metadata({"a": _cell(rank, world_size)})[1]
-    with logged() as texts:
-        validation.validate_sharding_integrity(metadata, common)
-    return texts
-
-
-def test_common_state_that_differs_is_logged_by_the_rank_itself() -> None:
-    first, second, third = run_ranks(_common, 3, True)
-    assert (first, third) == ([], [])
-    assert second == [
-        "The common values of rank 1 differ from those of rank 0, which are saved. "
-        "Only on rank 0: [('step',)]; only on rank 1: [('mine',)]; "
-        "different: [(('deep', 'list', 1), <class 'int'>, <class 'int'>)]"
-    ]
-
-
-def test_common_state_that_agrees_is_not_mentioned() -> None:
-    assert run_ranks(_common, 2, False) == [[], []]
 
 
 def _unpicklable(rank: int, world_size: int) -> str:
@@ -82,35 +62,10 @@ def _unpicklable(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_common_state_that_cannot_be_sent_is_an_error_on_all() -> None:
-    first, second = run_ranks(_unpicklable, 2, timeout_s=60)
+def test_common_state_that_cannot_be_sent_is_an_error_on_all(told: list[Any]) -> None:
+    first, *others = (text for _, text, _ in told)
     assert "lambda" in first
-    assert second.startswith("RanksError")
-    assert "rank 0" in second
-
-
-def _save_without_main(rank: int, world_size: int, folder: Path, kind: str) -> str:
-    fine = ShardedTensor.from_rank_offsets("fine", torch.ones(2), replica_id=rank)
-    lost: Any = ShardedTensor.from_rank_offsets("lost", torch.ones(2), replica_id=rank + 1)
-    if kind == "object":
-        lost = ShardedObject("lost", 1, (1,), (0,), replica_id=(0, rank + 1))
-    if kind == "on one rank" and rank == 0:
-        lost = []
-    try:
-        shardstore.save({"fine": fine, "lost": lost}, folder / kind)
-    except CheckpointingException as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("kind", ["tensor", "object", "on one rank"])
-def test_what_has_no_main_replica_anywhere_is_not_lost_without_a_word(
-    tmp_path: Path, kind: str
-) -> None:
-    for rank, text in enumerate(run_ranks(_save_without_main, 2, tmp_path, kind)):
-        assert "'lost" in text, rank
-        assert "no main replica" in text, rank
-    assert not (tmp_path / kind).exists()
+    assert all(text.startswith("RanksError") and "rank 0" in text for text in others)
 
 
 def _save_with_one_main(rank: int, world_size: int, folder: Path) -> list[str]:
@@ -125,5 +80,5 @@ def _save_with_one_main(rank: int, world_size: int, folder: Path) -> list[str]:
     return sorted(shardstore.load_tensors_metadata(folder / "step"))
 
 
-def test_copies_of_what_another_rank_writes_are_fine(tmp_path: Path) -> None:
-    assert run_ranks(_save_with_one_main, 3, tmp_path) == [["a", "b"]] * 3
+def test_copies_of_what_another_rank_writes_are_fine(told: list[Any]) -> None:
+    assert [names for *_, names in told] == [["a", "b"]] * 3

@@ -33,7 +33,7 @@ def save(place: Path, version: int) -> None:
     value = torch.full((6, 8), float(version))
     state: dict[str, Any] = {
         "w": ShardedTensor.from_rank_offsets("w", value),
-        **{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", value[i].clone()) for i in range(3)},
+        **{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", value[i].clone()) for i in range(2)},
         f"only-{version}": ShardedTensor.from_rank_offsets(f"only-{version}", value[0].clone()),
         "o": ShardedObject("o", {"version": version}, (1,), (0,)),
         "step": version,
@@ -210,5 +210,5 @@ def test_a_death_at_any_moment(tmp_path: Path, name: str, how: str) -> None:
     (process,) = start([(_every_moment, (str(tmp_path), name, how))])
     process.join()
     assert process.exitcode == 0, (tmp_path / "errors").read_text()
-    least = 5 if name in ("delete", "remove") else 25
+    least = 5 if name in ("delete", "remove") else 20
     assert int((tmp_path / "moments").read_text()) > least

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import run_to_end
+from tests.helpers.programs import run_text
 
 PROGRAM = """
 import atexit, os, sys, torch
@@ -58,11 +56,7 @@ CODES = {
 
 @pytest.mark.parametrize("mode", CODES)
 def test_the_exit_code(tmp_path: Path, mode: str) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = run_to_end(
-        [sys.executable, tmp_path / "program.py", tmp_path / "c", mode],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_text(PROGRAM, tmp_path / "c", mode)
     assert done.returncode == CODES[mode], done.stderr
     assert done.stdout.splitlines() == [
         "the end of the program",

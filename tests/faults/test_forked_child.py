@@ -7,7 +7,6 @@ All forks are in programs of their own: TensorStore does not survive one.
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 import shardstore
 from testing.s3_servers import S3Server
-from tests.helpers.programs import run_forked
+from tests.helpers.programs import run_text
 
 SAVES = """
 import multiprocessing, os, signal, sys, threading
@@ -267,10 +266,7 @@ warnings.simplefilter("ignore", DeprecationWarning)
 
 def run(program: str, folder: Path, *arguments: str) -> str:
     """What a program printed that is given a folder, and nothing else."""
-    with tempfile.TemporaryDirectory() as beside:
-        file = Path(beside, "program.py")
-        file.write_text(QUIET + program)
-        ended = run_forked(file, 1, {}, str(folder), *arguments)
+    ended = run_text(QUIET + program, folder, *arguments)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     return ended.stdout

@@ -250,19 +250,6 @@ def test_a_tensor_without_main_replica_is_not_left_out(
             assert not (tmp_path / "place").exists()
 
 
-def off_by_one(rank: int, world_size: int, folder: str) -> None:
-    everywhere = ShardedTensor.from_rank_offsets("norm", torch.ones(3), replica_id=rank + 1)
-    once = ShardedTensor.from_rank_offsets("good", torch.ones(3), replica_id=rank)
-    with pytest.raises(CheckpointingException, match=r"'norm'.*no main replica"):
-        shardstore.save({"a": everywhere, "b": once}, folder)
-    shardstore.save({"b": once}, folder)
-
-
-def test_replica_ids_that_count_from_one_are_refused_by_key(tmp_path: Path) -> None:
-    run_ranks(off_by_one, 2, str(tmp_path / "place"))
-    assert sorted(shardstore.load_plain_tensors(tmp_path / "place")) == ["good"]
-
-
 @pytest.mark.parametrize("replica_id", [None, "a", 0.5], ids=str)
 def test_replica_ids_of_a_wrong_type_are_refused(tmp_path: Path, replica_id: Any) -> None:
     weight = ShardedTensor.from_rank_offsets("w", torch.ones(3), replica_id=replica_id)

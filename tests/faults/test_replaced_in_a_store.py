@@ -304,7 +304,8 @@ def test_documents_that_are_older_than_the_root(
     assert (loaded["w0"] == 20).all()
 
 
-def test_a_reader_on_s3_gets_one_checkpoint(s3_server: S3Server) -> None:
+@pytest.mark.parametrize("each", [16, pytest.param(4, marks=pytest.mark.long)])
+def test_a_reader_on_s3_gets_one_checkpoint(s3_server: S3Server, each: int) -> None:
     """The same bytes in a bucket: readers that begin at a moment of an overwrite, and one that has
     opened the old checkpoint."""
     target = Location.of(f"s3://{s3_server.new_bucket()}/c", s3_server.storage_options)
@@ -322,7 +323,7 @@ def test_a_reader_on_s3_gets_one_checkpoint(s3_server: S3Server) -> None:
 
     save(1)
     moments = states_of(lambda: save(2))
-    for moment in [*moments[1:-1:4], moments[-1]]:
+    for moment in [*moments[1:-1:each], moments[-1]]:
         put(moments[0])
         opened = shardstore.open(place)
         put(moment)

@@ -18,13 +18,11 @@ import zarr
 import shardstore
 from shardstore.errors import (
     AccessPatternError,
-    CheckpointExistsError,
     CheckpointingException,
     DTypeMismatchError,
     FormatVersionError,
     KeyNameError,
     MissingKeyError,
-    NotACheckpointError,
     RanksError,
     ShapeMismatchError,
     UnsafeObjectError,
@@ -335,50 +333,6 @@ def test_a_newer_format_is_refused(stored: Path) -> None:
     assert "99" in str(error)
     assert "upgrade" in str(error)
     assert str(stored) in str(error)
-
-
-@pytest.mark.parametrize("backend", ["sharded", "common"])
-def test_a_newer_backend_is_refused(stored: Path, backend: str) -> None:
-    def newer(document: Any) -> None:
-        document[f"{backend}_backend_version"] = 7
-
-    _edit(stored / "metadata.json", newer)
-    error = raised(lambda: shardstore.load(_one(), stored))
-    assert "7" in str(error)
-
-    def other(document: Any) -> None:
-        document[f"{backend}_backend"] = "tape"
-
-    _edit(stored / "metadata.json", other)
-    error = raised(lambda: shardstore.load(_one(), stored))
-    assert "'tape'" in str(error)
-
-
-def test_what_is_no_checkpoint_is_told_so(tmp_path: Path) -> None:
-    error = raised(lambda: shardstore.load(_one(), tmp_path / "nothing"))
-    assert isinstance(error, NotACheckpointError)
-    assert f"directory {tmp_path / 'nothing'} does not exist" in str(error)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "weights.bin").write_bytes(b"x")
-    (tmp_path / "file").write_bytes(b"x")
-    (tmp_path / "other").mkdir()
-    zarr.create_group(tmp_path / "other").create_array("w", shape=(3,), dtype="f4")
-    for name in ("folder", "file", "other"):
-        error = raised(lambda: shardstore.load(_one(), tmp_path / name))  # noqa: B023
-        assert isinstance(error, NotACheckpointError), name
-        assert str(tmp_path / name) in str(error)
-    for call in (
-        shardstore.load_common_state_dict,
-        shardstore.load_tensors_metadata,
-        shardstore.load_plain_tensors,
-    ):
-        error = raised(lambda: call(tmp_path / "folder"))  # noqa: B023
-        assert "is not a distributed checkpoint" in str(error)
-    assert not shardstore.check_is_distributed_checkpoint(tmp_path / "folder")
-    assert not shardstore.check_is_distributed_checkpoint(tmp_path / "nothing")
-    assert isinstance(
-        raised(lambda: shardstore.save(_one(), tmp_path / "file")), CheckpointExistsError
-    )
 
 
 class Trap:

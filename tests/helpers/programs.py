@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,16 @@ def run_forked(
     codes = [process.exitcode for process in processes]
     out, err = (file.with_suffix(stream).read_text("utf-8") for stream in (".out", ".err"))
     return subprocess.CompletedProcess(str(file), next(filter(None, codes), 0), out, err)
+
+
+def run_text(
+    program: str, *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process that need not import torch again."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "program.py")
+        file.write_text(program, encoding="utf-8")
+        return run_forked(file, 1, environment, *map(str, arguments))
 
 
 def _main(file: str, environment: Mapping[str, str], arguments: Sequence[str]) -> None:

@@ -396,14 +396,6 @@ class StoreTests:
         assert torch.equal(loaded["w"], torch.full((20, 10), 3.0))
         assert findings(where) == []
 
-    def test_an_ordinary_checkpoint_has_all_documents(self, place: Place) -> None:
-        url, options = place("ordinary")
-        shardstore.save(small_state(3.0), url, storage_options=options)
-        where = Location.of(url, options)
-        assert names_of(where) == CHUNKS | BESIDE | DOCUMENTS
-        about = json.loads(where.read("zarr.json"))["attributes"]["shardstore"]
-        assert "array_documents" not in about
-
     def test_a_strategy_by_itself_leaves_them_out_too(self, place: Place) -> None:
         url, options = place("alone")
         target = Location.of(url, options)

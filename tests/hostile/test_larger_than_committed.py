@@ -93,7 +93,9 @@ def test_a_wrong_size_in_the_commit_is_ignored(tmp_path: Path, store: str, size:
     read_manifest(place, "w")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [*FILES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in FILES[2:])]
+)
 def test_a_file_larger_than_committed_is_damage_on_s3(
     s3_server: S3Server, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,8 @@ from tests.helpers.programs import run_page
 from tests.helpers.trainers import for_bridge, run, whole
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
-SLOW = {"ray"}  # a cluster of Ray starts more slowly than a test may take
+# They import more than the others; and a cluster of Ray takes long to start.
+SLOW = {"accelerate", "ray", "verl"}
 GUIDES = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.long] if page.stem in SLOW else [])
     for page in PAGES

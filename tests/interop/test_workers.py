@@ -77,7 +77,9 @@ def test_opened_arrays_travel_to_worker_processes(
     assert np.array_equal(workers.submit(np.asarray, ckpt["half"]).result(), ckpt["half"][...])
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
+)
 def test_arrays_travel_to_workers_of_a_data_loader(tmp_path: Path, start_method: str) -> None:
     shardstore.save(state(), tmp_path / "c")
     loader = DataLoader(

@@ -330,23 +330,6 @@ def test_large_regions_at_block_boundaries(large: Large) -> None:
         assert bits(out) == bits(array[box.slices])
 
 
-def test_contiguous_part_reads_little_more_than_it_wants(tmp_path: Path) -> None:
-    size = 16 * 1024 * 1024
-    meta, array = make_meta((size,), (size,), "uint8"), random_array((size,), "uint8")
-    place = Location.of(tmp_path)
-    manifest = manifest_of(meta, write_all(Mover.of(place), meta, array))
-    block = block_bytes(size)
-    for low, high in [(0, 10), (5, size // 2), (block - 1, block + 1), (size - 3, size)]:
-        before = counters.copy()
-        out = np.zeros(high - low, np.uint8)
-        Mover.of(place).read([RegionRead(meta, Box((low,), (high - low,)), out)], lambda: manifest)
-        after = counters.copy()
-        assert bits(out) == bits(array[low:high])
-        read = after["bytes_read"] - before["bytes_read"]
-        assert high - low <= read <= high - low + 2 * block
-        assert after["chunks_read"] - before["chunks_read"] == 1
-
-
 def test_whole_chunks_need_no_manifest(tmp_path: Path) -> None:
     meta, array = (
         make_meta((1000, 1000), (300, 1000), "float32"),
@@ -484,38 +467,30 @@ def test_a_flipped_byte_is_found_by_every_read_that_touches_its_block(
             assert (caught.value.key, caught.value.chunk) == (meta.key, (0, 0))
 
 
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    **{f"{n} bytes": lambda content, n=n: content[:n] for n in (0, 1, 4096, 479_999, 480_003)},
+    "another checksum": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "more bytes": lambda content: content + b"x",
+}
+
+
 @pytest.mark.parametrize("box", [Box((0, 0), (700, 300)), Box((390, 7), (20, 2))])
 @pytest.mark.parametrize("kind", [with_files, with_tensorstore])
-@pytest.mark.parametrize("length", [0, 1, 4096, 479_999, 480_003])
-def test_a_truncated_chunk_is_an_error(
-    sound: Large, box: Box, kind: Callable[[Location], Read], length: int
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_chunk_of_other_bytes_is_an_error(
+    sound: Large, box: Box, kind: Callable[[Location], Read], damage: str
 ) -> None:
+    if damage == "more bytes" and (kind is with_tensorstore or box.shape[0] == 700):
+        pytest.skip("TensorStore does not mind, nor does a read of whole chunks")
+    if damage == "another checksum" and kind is with_files and box.shape[0] != 700:
+        pytest.skip("blocks are verified by the manifest")
     meta, _, place, manifest = sound
     path = place.path / meta.node / meta.chunk_key((1, 0))
-    content = path.read_bytes()
-    with damaged(path, content[:length]), pytest.raises(ChunkCorruptError) as caught:
+    content = DAMAGES[damage](path.read_bytes())
+    with damaged(path, content), pytest.raises(ChunkCorruptError) as caught:
         read_with(kind(place), meta, box, manifest)
     assert (caught.value.key, caught.value.chunk) == (meta.key, (1, 0))
     assert (caught.value.rank, caught.value.url) == (RANK, str(path))
-
-
-def test_a_chunk_with_more_bytes_is_an_error(sound: Large) -> None:
-    """What is behind the checksum is damage too, though TensorStore does not mind."""
-    meta, _, place, manifest = sound
-    path = place.path / meta.node / meta.chunk_key((1, 0))
-    with damaged(path, path.read_bytes() + b"x"), pytest.raises(ChunkCorruptError) as caught:
-        read_with(with_files(place), meta, Box((390, 7), (20, 2)), manifest)
-    assert (caught.value.key, caught.value.chunk, caught.value.rank) == (meta.key, (1, 0), RANK)
-
-
-@pytest.mark.parametrize("kind", [with_files, with_tensorstore])
-def test_a_flipped_stored_checksum(sound: Large, kind: Callable[[Location], Read]) -> None:
-    meta, _, place, manifest = sound
-    path = place.path / meta.node / meta.chunk_key((0, 0))
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    with damaged(path, bytes(content)), pytest.raises(ChunkCorruptError):
-        read_with(kind(place), meta, Box((0, 0), (700, 300)), manifest)
 
 
 @pytest.mark.parametrize("kind", [with_files, with_tensorstore])

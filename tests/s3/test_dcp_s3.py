@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 from typing import Any
 
@@ -118,43 +116,6 @@ def test_without_documents_of_the_arrays(saved: str, s3_server: S3Server) -> Non
     assert found == []
     group = zarr.open_group(bare.url, mode="r", storage_options=s3_server.storage_options)
     assert (group["m.rows"][...] == whole().numpy()).all()
-
-
-def test_there_is_no_pickle_in_the_store(saved: str, s3_server: S3Server) -> None:
-    location = Location.of(f"{saved}/plain", s3_server.storage_options)
-    names = location.remote.walk()
-    assert {"zarr.json", "m.rows/zarr.json", "m.rows/c.0.0", "manifest.npz"} <= set(names)
-    for name in names:
-        data = location.read(name)
-        if name.endswith(".json"):
-            json.loads(data)
-        elif name == "manifest.npz":
-            columns = np.load(io.BytesIO(data), allow_pickle=False)
-            assert all(column.dtype != object for column in columns.values())
-        else:
-            # A chunk and nothing else: of the size that its array says.
-            node, _, chunk = name.rpartition("/")
-            assert chunk.startswith("c.")
-            assert len(data) == StoredCheckpoint(location).arrays[node].chunk_bytes + 4
-
-
-def test_other_readers_see_the_same(saved: str, s3_server: S3Server) -> None:
-    options = s3_server.storage_options
-    group = zarr.open_group(f"{saved}/plain", mode="r", storage_options=options)
-    assert np.array_equal(np.asarray(group["m.rows"][...]), whole().numpy())
-    found = shardstore.load_plain_tensors(f"{saved}/over", storage_options=options)
-    assert torch.equal(found["m.rows"], whole())
-    assert found["v"]["betas"] == VALUES["betas"]
-
-
-def test_each_ranks_part_is_in_the_commit(saved: str, s3_server: S3Server) -> None:
-    stored = StoredCheckpoint(Location.of(f"{saved}/plain", s3_server.storage_options))
-    assert stored.root is not None
-    commit = stored.root.attributes["shardstore"]["commit"]
-    assert commit["world_size"] == 2
-    assert len(commit["ranks"]["bytes"]) == 2
-    assert sum(commit["ranks"]["bytes"]) == commit["stored_bytes"]
-    assert all(seconds > 0 for seconds in commit["ranks"]["write_s"])
 
 
 def test_an_absent_place_is_an_error_of_dcp(s3_server: S3Server) -> None:

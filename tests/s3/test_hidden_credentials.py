@@ -83,6 +83,14 @@ def test_no_error_or_its_cause_shows_credentials(s3_server: S3Server) -> None:
             assert value not in said
 
 
+def test_no_client_shows_credentials(s3_server: S3Server) -> None:
+    place = Location.of(f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options)
+    seen = f"{place!r} {place} {place.place!r} {pickle.dumps(place.place)!r} {place.remote!r}"
+    seen += f"{tensorstore.KvStoreIO(place.url, place.options).opened()!r} {place.kvstore()!r}"
+    assert s3_server.secret not in seen
+    assert s3_server.key not in seen
+
+
 def test_no_log_shows_credentials_at_any_level(
     s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:

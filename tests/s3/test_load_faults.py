@@ -101,15 +101,6 @@ def test_a_spoiled_document_is_an_error_or_makes_no_difference(
     assert failure is None or run.bucket in str(failure)
 
 
-@pytest.mark.parametrize("path", [DOCUMENTS[0], CHUNK], ids=["document", "chunk"])
-def test_a_load_that_is_always_refused_is_an_error(run: Run, proxy: FaultProxy, path: str) -> None:
-    if run.direct.name == "radosgw":
-        pytest.skip("no request reaches a server")
-    proxy.add(Fault.SLOW_DOWN, methods=("GET",), path=path, count=None)
-    with pytest.raises(StorageError, match=run.bucket):
-        load(run)
-
-
 def test_a_slow_large_chunk_is_no_error(server: S3Server) -> None:
     """What counts is that bytes come, not that all of them do within the wait for an answer."""
     with FaultProxy(server.endpoint_url) as proxy:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 import uuid
 from dataclasses import replace
@@ -38,6 +36,7 @@ from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location, StoreUrl
 from shardstore.storage.stores.remote import RemoteStore
 from testing.s3_servers import S3Server
+from tests.helpers.programs import run_text
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.store_suite import small_state, tensor
 
@@ -208,7 +207,9 @@ def test_a_bucket_without_a_checkpoint_is_no_error_of_the_store(s3_server: S3Ser
     assert latest(url, storage_options=s3_server.storage_options) is None
 
 
-def test_a_program_may_import_tensorstore_first(s3_server: S3Server) -> None:
+def test_a_program_may_import_tensorstore_first(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks of ours, and what TensorStore alone reads: with all limits of time."""
     program = """
         import sys, tensorstore
@@ -226,13 +227,12 @@ def test_a_program_may_import_tensorstore_first(s3_server: S3Server) -> None:
         read_decoded(location, [read])
         assert out.tolist() == [1, 1, 1]
     """
-    environment = {**os.environ, **s3_server.environment}
-    for name in list(environment):
+    for name in list(os.environ):
         if name.startswith("TENSORSTORE_CURL"):
-            del environment[name]
+            monkeypatch.delenv(name)
     url = f"s3://{s3_server.new_bucket()}/step"
-    command = [sys.executable, "-c", textwrap.dedent(program), url]
-    subprocess.run(command, env=environment, check=True)
+    ended = run_text(textwrap.dedent(program), url, **s3_server.environment)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_url_keeps_its_options_on_the_way(tmp_path: Path) -> None:

@@ -331,7 +331,11 @@ print("arguments:", open("/proc/self/cmdline").read())
 
 
 @pytest.mark.parametrize(
-    ("fixture", "how"), [("s3_server", "options"), ("radosgw_server", "environment")]
+    ("fixture", "how"),
+    [
+        ("s3_server", "options"),
+        pytest.param("radosgw_server", "environment", marks=pytest.mark.long),
+    ],
 )
 def test_credentials_are_in_nothing_written_printed_or_logged(
     request: pytest.FixtureRequest, tmp_path: Path, fixture: str, how: str
@@ -372,13 +376,18 @@ def test_the_environment_alone_suffices(
     run = Run(any_s3_server, any_s3_server, any_s3_server.new_bucket(), {})
     run.save(1)
     assert run.version(1) == 1
-    # A profile in place of keys.
+    # A profile in place of them all.
     (tmp_path / "credentials").write_text(
         f"[trainer]\naws_access_key_id = {any_s3_server.key}\n"
         f"aws_secret_access_key = {any_s3_server.secret}\n"
     )
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    (tmp_path / "config").write_text(
+        f"[profile trainer]\nregion = {any_s3_server.region}\n"
+        f"endpoint_url = {any_s3_server.endpoint_url}\n"
+    )
+    for name in any_s3_server.environment:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_PROFILE", "trainer")
     run.save(2)

@@ -70,17 +70,6 @@ def test_extract_splits_matching_values_from_others() -> None:
     assert before == state()
 
 
-def test_extract_keeps_positions_in_dicts() -> None:
-    matching, others = extract_matching_values(state(), is_int, return_lists_as_dicts=True)
-    assert matching["l"] == {0: 1, 2: {0: 2}, 3: {"k": 3}}
-    assert others["l"] == {1: "q", 2: {1: "w"}}
-    assert extract_matching_values([1, "a"], is_int, True) == ({0: 1}, {1: "a"})
-
-
-def test_extract_from_a_list() -> None:
-    assert extract_matching_values([1, "a", [], {}, [2]], is_int) == ([1, [2]], ["a", [], {}])
-
-
 @pytest.mark.parametrize("value", [5, (1, 2), None])
 def test_extract_from_a_value(value: Any) -> None:
     with pytest.raises(ValueError, match=type(value).__name__) as caught:
@@ -125,14 +114,6 @@ def test_extract_loses_no_value(x: Any) -> None:
 )
 def test_diff(left: Any, right: Any, expected: Any) -> None:
     assert diff(left, right) == expected
-
-
-def test_diff_starts_paths_with_the_prefix() -> None:
-    assert diff({"a": 1, "c": 2}, {"a": 2, "b": 3}, ("p",)) == (
-        [("p", "c")],
-        [("p", "b")],
-        [(("p", "a"), int, int)],
-    )
 
 
 def test_diff_of_tensors() -> None:

@@ -18,25 +18,6 @@ from shardstore.exchange_utils import (
 from shardstore.mapping import ShardedTensor
 
 
-def test_fewest_candidates_then_largest_then_id_each_to_the_least_loaded() -> None:
-    ranks = {"a": [0, 1], "b": [0, 1], "c": [1], "d": [0, 1, 2], "e": [0, 1]}
-    sizes = {"a": 4, "b": 4, "c": 6, "d": 100, "e": 9}
-    given_out = distribute_shards_to_ranks(ranks, sizes, 3, set())
-    assert given_out == {"c": 1, "e": 0, "a": 1, "b": 0, "d": 2}
-    assert list(given_out) == ["c", "e", "a", "b", "d"]
-
-
-def test_shards_of_other_groups_come_last() -> None:
-    ranks = {"a": [0], "b": [0, 1], "c": [0, 1]}
-    sizes = {"a": 5, "b": 1, "c": 1}
-    assert list(distribute_shards_to_ranks(ranks, sizes, 2, {"a"})) == ["b", "c", "a"]
-    assert distribute_shards_to_ranks(ranks, sizes, 2, set()) == {"a": 0, "b": 1, "c": 1}
-
-
-def test_ties_go_to_the_lowest_rank_whatever_the_order_of_candidates() -> None:
-    assert distribute_shards_to_ranks({"a": [2, 0, 1]}, {"a": 1}, 3, set()) == {"a": 0}
-
-
 def test_whole_and_flat_shards_of_one_key_compare() -> None:
     whole, flat = ("k", (0,), None), ("k", (0,), (0, 4))
     assert list(distribute_shards_to_ranks({flat: [0], whole: [0]}, {flat: 1, whole: 1}, 1, set()))

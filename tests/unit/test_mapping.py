@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from shardstore import mapping
 from shardstore.errors import CheckpointingException, DTypeMismatchError, ShapeMismatchError
 from shardstore.mapping import (
-    LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
-    is_main_replica,
 )
 
 DATA = torch.arange(6.0).reshape(2, 3)
@@ -54,28 +52,6 @@ def flat(start: int, stop: int, **kwargs: Any) -> ShardedTensor:
 # ---- from_rank_offsets
 
 
-def test_without_offsets_the_local_tensor_is_the_global_one() -> None:
-    shard = ShardedTensor.from_rank_offsets("k", DATA)
-    assert shard == described(
-        data=DATA, global_shape=(2, 3), global_offset=(0, 0), axis_fragmentations=(1, 1)
-    )
-    assert shard.data is DATA
-
-
-def test_offsets_count_prepended_axes() -> None:
-    shard = ShardedTensor.from_rank_offsets(
-        "k", DATA, (0, 1, 4), (1, 1, 2), (2, 0, 5), prepend_axis_num=1
-    )
-    assert shard.local_shape == (2, 3)
-    assert shard.global_shape == (4, 4, 15)
-    assert shard.global_offset == (1, 2, 0)
-    assert shard.axis_fragmentations == (4, 2, 5)
-    assert shard.global_slice() == (1, slice(2, 4), slice(0, 3))
-    assert shard.local_chunk_offset_in_global() == (1, 1, 0)
-    assert shard.max_allowed_chunks() == (1, 2, 3)
-    assert shard.has_regular_grid is True
-
-
 def test_further_attributes_are_passed_on() -> None:
     shard = ShardedTensor.from_rank_offsets("k", DATA, replica_id=(0, 1), allow_shape_mismatch=True)
     assert shard.replica_id == (0, 1)
@@ -100,15 +76,6 @@ def test_tensors_of_any_kind_are_described(tensor: torch.Tensor) -> None:
     assert shard.data is tensor
     assert shard.dtype == tensor.dtype
     assert (shard.global_shape, shard.global_offset) == ((6, 3), (2, 0))
-
-
-def test_zero_dimensional() -> None:
-    shard = ShardedTensor.from_rank_offsets("k", torch.tensor(1.0))
-    assert shard.global_shape == shard.global_offset == shard.global_slice() == ()
-    assert shard.local_chunk_offset_in_global() == shard.max_allowed_chunks() == ()
-    stacked = ShardedTensor.from_rank_offsets("k", torch.tensor(1.0), (0, 1, 3), prepend_axis_num=1)
-    assert (stacked.global_shape, stacked.global_offset) == ((3,), (1,))
-    assert stacked.global_slice() == (1,)
 
 
 def test_empty_shard() -> None:
@@ -240,17 +207,6 @@ def test_flattened_ranges_are_remarked_upon_once(caplog: pytest.LogCaptureFixtur
 # ---- flattened ranges
 
 
-def test_flattened_range() -> None:
-    shard = flat(1, 5, replica_id=(0, 2), allow_shape_mismatch=True)
-    assert shard.local_shape == (4, 3)
-    assert shard.global_shape == (8, 3)
-    assert shard.global_offset == (4, 0)
-    assert shard.flattened_range == slice(1, 5)
-    assert shard.replica_id == (0, 2)
-    assert shard.allow_shape_mismatch
-    assert shard.global_slice() == (slice(4, 8), slice(0, 3))
-
-
 def test_flat_data_must_be_one_dimensional_and_as_long_as_the_range() -> None:
     with pytest.raises(CheckpointingException, match="1-D"):
         ShardedTensor.from_rank_offsets_flat("k", DATA, (2, 3), flattened_range=slice(0, 6))
@@ -260,22 +216,7 @@ def test_flat_data_must_be_one_dimensional_and_as_long_as_the_range() -> None:
         )
 
 
-def test_coordinates_of_a_flattened_range() -> None:
-    shard = ShardedTensor.from_rank_offsets_flat(
-        "k",
-        torch.arange(4.0),
-        (2, 3),
-        (0, 1, 4),
-        (1, 1, 2),
-        prepend_axis_num=1,
-        flattened_range=slice(1, 5),
-    )
-    rows, columns = shard.local_coordinates()
-    assert (rows.tolist(), columns.tolist()) == ([0, 0, 1, 1], [1, 2, 0, 1])
-    first, global_rows, global_columns = shard.global_coordinates()
-    assert first == 1
-    assert np.asarray(global_rows).tolist() == [2, 2, 3, 3]
-    assert np.asarray(global_columns).tolist() == [1, 2, 0, 1]
+def test_coordinates_are_those_of_flattened_ranges() -> None:
     with pytest.raises(CheckpointingException, match="global_coordinates"):
         described().global_coordinates()
     with pytest.raises(CheckpointingException, match="local_coordinates"):
@@ -319,14 +260,8 @@ def test_init_data_of_a_flattened_range() -> None:
 
 
 def test_narrow_shrinks_the_global_tensor() -> None:
-    (part,) = ShardedTensor.from_rank_offsets(
-        "k", DATA, (0, 1, 4), (1, 1, 2), prepend_axis_num=1, replica_id=3
-    ).narrow(0, 1, 1)
-    assert part.local_shape == (1, 3)
-    assert part.global_shape == (4, 2, 3)
-    assert part.global_offset == (1, 1, 0)
-    assert part.axis_fragmentations == (4, 2, 1)
-    assert part.replica_id == 3
+    (part,) = described(replica_id=3).narrow(0, 1, 1)
+    assert (part.global_shape, part.global_offset, part.replica_id) == ((2, 3), (1, 0), 3)
     assert part.data is not None
     assert part.data.tolist() == [[3, 4, 5]]
     assert part.data.data_ptr() == DATA[1:].data_ptr()
@@ -369,12 +304,6 @@ def test_narrow_of_an_empty_shard() -> None:
 
 
 def test_flat_narrow() -> None:
-    (part,) = flat(1, 10).narrow(0, 1, 2)
-    assert part.local_shape == (2, 3)
-    assert (part.global_shape, part.global_offset) == ((4, 3), (2, 0))
-    assert part.flattened_range == slice(0, 6)
-    assert part.data is not None
-    assert part.data.tolist() == [3, 4, 5, 6, 7, 8]
     assert flat(1, 3).narrow(0, 1, 2) == []
     assert flat(0, 3).narrow(0, 1, 2) == []
     assert flat(4, 4).narrow(0, 1, 2) == []
@@ -460,19 +389,6 @@ def test_coordinates_find_the_elements(shape: list[int], index: int, data: st.Da
 
 
 # ---- replicas, objects
-
-
-@pytest.mark.parametrize(
-    ("replica_id", "main"),
-    [(0, True), (1, False), ((), True), ((0, 0), True), ((0, 1), False), (np.int64(0), True)],
-)
-def test_is_main_replica(replica_id: Any, main: bool) -> None:
-    assert is_main_replica(replica_id) is main
-
-
-def test_nonpersistent_object() -> None:
-    thing = [1]
-    assert LocalNonpersistentObject(thing).unwrap() is thing
 
 
 def test_the_base_class_is_abstract() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import shardstore
-from shardstore import ShardedTensor, serialization
+from shardstore import ShardedTensor, megatron, serialization
 from shardstore.dcp.torch_dist import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from shardstore.errors import (
     ArgumentError,
@@ -34,7 +35,6 @@ from shardstore.validation import (
     verify_checkpoint,
     verify_integrity_manifest,
 )
-from tests.helpers.processes import run_to_end
 
 BACKENDS = ("zarr", "torch_dist")
 
@@ -193,7 +193,10 @@ def test_install_refuses_another_format() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["missing.py"], ["--format", "zarr"]])
-def test_a_missing_program_is_an_error(arguments: list[str]) -> None:
-    done = run_to_end([sys.executable, "-m", "shardstore.megatron", *arguments])
-    assert done.returncode == 1
-    assert re.fullmatch(r"usage: .*\n|missing.py is not a file: .*\n", done.stderr)
+def test_a_missing_program_is_an_error(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(megatron.__file__, run_name="__main__")
+    assert re.fullmatch(r"usage: .*|missing.py is not a file: .*", str(caught.value.code))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardstore
-from shardstore import ShardedObject, ShardedTensor, serialization
+from shardstore import ShardedTensor, serialization
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -70,13 +70,6 @@ def test_a_store_that_nobody_knows_is_refused_at_once(name: str) -> None:
     given = (_state(), place) if name in ("save", "load") else (place,)
     with pytest.raises(StorageError, match="nosuchstore://"):
         getattr(shardstore, name)(*given)
-
-
-def test_a_tensor_and_an_object_of_one_key_are_refused_at_the_save(tmp_path: Path) -> None:
-    state = {**_state(), "o": ShardedObject("w", {"x": 1}, (1,), (0,))}
-    with pytest.raises(AccessPatternError, match="'w' is both"):
-        shardstore.save(state, tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_keys_with_slashes_of_the_old_layout_are_found_in_their_folders(tmp_path: Path) -> None:

@@ -29,9 +29,6 @@ from shardstore.utils import (
     apply_prefix_mapping,
     debug_msg,
     debug_time,
-    extract_nonpersistent,
-    extract_sharded_base,
-    extract_sharded_tensors,
     extract_sharded_tensors_and_factories,
     extract_sharded_tensors_or_nonpersistent,
     force_all_tensors_to_non_fp8,
@@ -82,11 +79,6 @@ OBJ, F, N = "ShardedObject:o", "ShardedTensorFactory:f", "nonpersistent"
     ("split", "taken", "left"),
     [
         (
-            extract_sharded_tensors,
-            {"t": T, "c": {"t2": T2}, "l": [T3]},
-            {"o": OBJ, "f": F, "n": N, "c": {"x": 1}, "l": [7, [N]], "e": {}},
-        ),
-        (
             extract_sharded_tensors_and_factories,
             {"t": T, "f": F, "c": {"t2": T2}, "l": [T3]},
             {"o": OBJ, "n": N, "c": {"x": 1}, "l": [7, [N]], "e": {}},
@@ -95,16 +87,6 @@ OBJ, F, N = "ShardedObject:o", "ShardedTensorFactory:f", "nonpersistent"
             extract_sharded_tensors_or_nonpersistent,
             {"t": T, "f": F, "n": N, "c": {"t2": T2}, "l": [T3, [N]]},
             {"o": OBJ, "c": {"x": 1}, "l": [7], "e": {}},
-        ),
-        (
-            extract_sharded_base,
-            {"t": T, "o": OBJ, "f": F, "c": {"t2": T2}, "l": [T3]},
-            {"n": N, "c": {"x": 1}, "l": [7, [N]], "e": {}},
-        ),
-        (
-            extract_nonpersistent,
-            {"n": N, "l": [[N]]},
-            {"t": T, "o": OBJ, "f": F, "c": {"t2": T2, "x": 1}, "l": [T3, 7], "e": {}},
         ),
     ],
 )
@@ -151,12 +133,6 @@ def test_a_shard_that_appears_twice_is_renamed_once() -> None:
     shared = tensor("k")
     add_prefix_for_sharding({"a": shared, "b": [shared]}, "p.")
     assert shared.key == "p.k"
-
-
-def test_replace_prefix() -> None:
-    whole = {"a": tensor("old.a"), "b": [ShardedObject("old.b", 1, (1,), (0,))], "x": 3}
-    replace_prefix(whole, "old.", "new/")
-    assert keys(whole) == {"a": "ShardedTensor:new/a", "b": ["ShardedObject:new/b"], "x": 3}
 
 
 def test_replace_prefix_changes_all_keys_or_none() -> None:

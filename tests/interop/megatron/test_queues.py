@@ -22,7 +22,8 @@ pytestmark = pytest.mark.megatron
     [
         pytest.param(NVRX, [], id="nvrx", marks=pytest.mark.long),
         pytest.param(NVRX, ["--persistent"], id="nvrx-worker"),
-        pytest.param(MEGATRON, [], id="megatron"),  # its worker process needs CUDA
+        # Its worker process needs CUDA.
+        pytest.param(MEGATRON, [], id="megatron", marks=pytest.mark.long),
     ],
 )
 def test_requests_run_in_queues_of_others(tmp_path: Path, module: str, options: list[str]) -> None:

@@ -117,13 +117,6 @@ def test_missing_short_long_and_unreadable_chunks(place: Path) -> None:
     assert "cannot be read" in one(place, "chunk-unreadable").message
 
 
-def test_a_sound_chunk_that_is_not_the_one_saved(place: Path) -> None:
-    """Its own checksum is right: only the manifest can tell."""
-    first, second = chunks(place)[:2]
-    shutil.copyfile(second, first)
-    assert one(place, "chunk-manifest").rank == 0
-
-
 def test_hashes_are_compared_only_when_asked(place: Path) -> None:
     stored = StoredCheckpoint(Location.of(place))
     manifest = stored.manifest
@@ -212,16 +205,6 @@ def test_one_damaged_array_among_small_ones(
     for hashes in (False, True):
         found = check(place, hashes=hashes)[1]
         assert {(finding.kind, finding.key) for finding in found} == {(k, key) for k in kinds}
-
-
-def test_an_unexpected_document_is_found(small: Path, tmp_path: Path) -> None:
-    place = Path(shutil.copytree(small, tmp_path / "copy"))
-    root = StoredCheckpoint(Location.of(place)).root
-    assert root is not None
-    if root.array_documents:
-        pytest.skip("saved with array documents")
-    (place / "line" / "zarr.json").write_bytes(root.texts["line"])
-    assert one(place, "foreign").key == "line"
 
 
 def flipped(data: bytes, at: int) -> bytes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +24,7 @@ from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.managed import SIZE, damage, managed, state_of, wanted, warnings_of
-from tests.helpers.processes import run_to_end
+from tests.helpers.programs import run_text
 
 
 def test_saved_steps_are_restored(place: tuple[str, dict[str, Any]]) -> None:
@@ -325,11 +323,7 @@ def test_what_a_dead_process_left_is_swept(tmp_path: Path, moment: str) -> None:
     root = tmp_path / "run"
     foreign = root / ".mine.attempt-1"
     foreign.mkdir(parents=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", DIES, str(root), moment], env=environment, check=False
-    )
-    assert ended.returncode == 9
+    assert run_text(DIES, root, moment).returncode == 9
     left = [name for name in os.listdir(root) if name.startswith(".step-7.attempt-")]
     assert len(left) == 1
     manager = CheckpointManager(root)
@@ -357,9 +351,8 @@ for step, save in ((1, manager.save), (2, manager.async_save)):
 def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path, last: str) -> None:
     """One whose exit function saves, too."""
     when = "at exit" if last == "step-3" else "before"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", ENDS, str(tmp_path), when]
-    ended = run_to_end(command, env=environment, check=True)
+    ended = run_text(ENDS, tmp_path, when)
+    assert ended.returncode == 0, ended.stderr
     assert os.listdir(tmp_path) == [last]
     assert ended.stdout.count("phase='done'") == int(last[-1])
     assert ended.stderr == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import uuid
 from pathlib import Path
@@ -15,7 +14,7 @@ import shardstore
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_servers import S3Server
-from tests.helpers.processes import run_to_end
+from tests.helpers.programs import run_text
 
 CHUNK = 64 * 1024
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
@@ -93,7 +92,8 @@ def test_a_chunk_that_can_not_be_written(tmp_path: Path) -> None:
         except shardstore.CheckpointingException as error:
             print(error.key, error)
     """
-    ended = run_to_end([sys.executable, "-c", textwrap.dedent(program), tmp_path / "a"], check=True)
+    ended = run_text(textwrap.dedent(program), tmp_path / "a")
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("large"), ended.stderr
     assert "ulimit -f" in ended.stdout
     assert list(tmp_path.iterdir()) == []

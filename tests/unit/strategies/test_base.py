@@ -11,7 +11,7 @@ import pytest
 
 from shardstore.errors import CheckpointingException
 from shardstore.strategies import base
-from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import StrategyAction
 from tests.helpers.processes import run_to_end
 
@@ -99,12 +99,6 @@ def test_registered_strategy_is_found_for_its_action_alone() -> None:
         assert str(version) in text
 
 
-def test_failed_lookup_says_what_there_is() -> None:
-    base.register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 7, _LoadSharded())
-    with pytest.raises(CheckpointingException, match=r"\('mine', 7\)"):
-        base.get_default_strategy(StrategyAction.LOAD_SHARDED, "nothing", 1)
-
-
 def test_failed_lookup_offers_what_can_be_asked_for() -> None:
     with pytest.raises(CheckpointingException) as caught:
         base.get_default_strategy(StrategyAction.SAVE_COMMON, "json", 1)
@@ -184,11 +178,6 @@ def test_async_strategy_saves_synchronously_too() -> None:
     log: list[str] = []
     _SaveAsync("b", 1).save({"log": log}, "here")
     assert log == ["write here", "end"]
-
-
-def test_there_is_a_queue_for_everyone() -> None:
-    assert isinstance(base.async_calls, AsyncCallsQueue)
-    assert base.async_calls.get_num_unfinalized_calls() == 0
 
 
 def test_torch_dist_strategies_are_found_where_programs_import_them() -> None:

@@ -132,16 +132,6 @@ def test_equal_bytes_in_another_grid_or_type_are_sent(tmp_path: Path) -> None:
     assert counted["bytes_reused"] == 0
 
 
-def test_a_truncated_chunk_of_the_base_is_not_taken_over(tmp_path: Path) -> None:
-    tensors = {"w": torch.randn(4, CHUNK // 4)}
-    save(tensors, tmp_path / "a")
-    with (tmp_path / "a" / "w" / "c.2.0").open("r+b") as chunk:
-        chunk.truncate(100)
-    counted = save(tensors, tmp_path / "b", base=tmp_path / "a")
-    assert counted["chunks_written"] == 1
-    check(tensors, tmp_path / "b")
-
-
 def with_checksum(data: bytes, wanted: int) -> bytes:
     """Data of the same length whose crc32c is another's: the last four bytes are solved for, bit
     by bit, as the checksum is linear in them."""

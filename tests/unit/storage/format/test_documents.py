@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from shardstore import zarr_dtypes
 from shardstore.errors import (
-    ChunkMissingError,
     DamagedCheckpointError,
     DTypeMismatchError,
     FormatVersionError,
@@ -30,11 +29,11 @@ from shardstore.storage.format.documents import (
     parse_root,
     parse_v2_array,
 )
-from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.format.grid import Grid
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.merge import merge
 from shardstore.storage.format.names import MANIFEST_NAME, node_name
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
+from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.stores.location import Location
 
@@ -124,18 +123,6 @@ def test_documents_of_arrays_are_what_the_specification_asks_for(meta: ArrayMeta
     assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
 
 
-@given(st.lists(metas, max_size=5, unique_by=lambda m: m.key))
-def test_root_document_leads_back(found: list[ArrayMeta]) -> None:
-    attributes = {"shardstore": {"format_version": 1}, "user": {"ä": [1, None]}}
-    pairs = [(m.node, documents.array_document(m)) for m in found]
-    root = parse_root(documents.root_document(pairs, attributes), "x")
-    assert root.attributes["shardstore"].pop(documents.ROOT_SUM)
-    assert root.attributes == attributes
-    assert root.format_version == 1
-    assert root.consolidated
-    assert root.arrays() == {m.key: m for m in found}
-
-
 def test_v2_documents_lead_back() -> None:
     for dtype in ("bfloat16", "float32", "bool"):
         meta = meta_of("a", (5, 6), dtype, codecs=(), zarr_format=2)
@@ -144,23 +131,6 @@ def test_v2_documents_lead_back() -> None:
     assert meta_of("a", (), zarr_format=2).chunk_key(()) == "0"
     assert meta_of("a", ()).chunk_key(()) == "c"
     assert meta_of("a", (3,)).chunk_key((2,)) == "c.2"
-
-
-def test_zarr_opens_the_group_with_all_arrays(tmp_path: Path) -> None:
-    found = [
-        meta_of("a/b", (4, 6)),
-        meta_of("scalar", (), "int64"),
-        meta_of("ä", (7,), "bfloat16"),
-        meta_of("empty", (0, 3)),
-    ]
-    arrays = write_checkpoint(tmp_path, found)
-    group = zarr.open_group(tmp_path, mode="r")
-    assert sorted(group.keys()) == sorted(m.node for m in found)
-    for meta in found:
-        array = group[meta.node]
-        assert isinstance(array, zarr.Array)
-        assert array.attrs["shardstore"]["key"] == meta.key  # type: ignore[index,call-overload]
-        assert np.asarray(array[...]).tobytes() == arrays[meta.key].tobytes()
 
 
 def test_xarray_opens_arrays_of_any_shapes_at_once(tmp_path: Path) -> None:
@@ -178,31 +148,6 @@ def test_xarray_opens_arrays_of_any_shapes_at_once(tmp_path: Path) -> None:
         for key, array in arrays.items():
             assert dataset[key].shape == array.shape
             assert np.asarray(dataset[key]).tobytes() == array.tobytes()
-
-
-def test_a_stored_checkpoint_reads_and_removes(tmp_path: Path) -> None:
-    found = [meta_of("a/b", (4, 6)), meta_of("c", (8,)), meta_of("d", (3,))]
-    arrays = write_checkpoint(tmp_path, found)
-    (tmp_path / "c" / "shard_0_1.pt").write_bytes(b"object")
-    stored = StoredCheckpoint(Location.of(tmp_path))
-    stored.require()
-    assert stored.arrays == {m.key: m for m in found}
-    for key, meta in stored.arrays.items():
-        out = np.zeros(meta.shape, np.float32)
-        stored.read([RegionRead(meta, Box((0,) * len(meta.shape), meta.shape), out)])
-        assert np.array_equal(out, arrays[key])
-    gone = stored.arrays["a/b"]
-    for prefix in ("a/b", "c", "unknown"):
-        stored.remove(prefix)
-    again = StoredCheckpoint(Location.of(tmp_path))
-    assert set(stored.arrays) == set(again.arrays) == {"d"}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "d", MANIFEST_NAME, "zarr.json"]
-    assert [p.name for p in (tmp_path / "c").iterdir()] == ["shard_0_1.pt"]
-    assert again.manifest is not None
-    assert again.manifest.writer(again.arrays["d"], (0,)) == 2
-    assert again.manifest.writer(gone, (0, 0)) is None
-    with pytest.raises(ChunkMissingError):
-        again.read([RegionRead(gone, Box((0, 0), (1, 1)), np.zeros((1, 1), np.float32))])
 
 
 def test_a_group_without_consolidated_metadata_is_listed(tmp_path: Path) -> None:

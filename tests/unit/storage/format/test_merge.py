@@ -87,9 +87,9 @@ def peak_of(work: Callable[[], None]) -> int:
 
 
 GROWTH = {
-    "more arrays": [(8, 80 * n, 50) for n in (1, 2, 4)],
-    "more chunks an array": [(8, 40, 100 * n) for n in (1, 2, 4)],
-    "more ranks": [(16 * n, 40, 100 * n) for n in (1, 2, 4)],
+    "more arrays": [(8, 40 * n, 50) for n in (1, 2, 4)],
+    "more chunks an array": [(8, 20, 100 * n) for n in (1, 2, 4)],
+    "more ranks": [(16 * n, 20, 100 * n) for n in (1, 2, 4)],
 }
 
 

@@ -147,15 +147,6 @@ def test_calls_and_places_do_not_show_their_options() -> None:
     assert "of-a-trainer" not in str(caught.value)
 
 
-def test_a_pickled_location_has_no_options() -> None:
-    options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
-    place = Location.of("s3://bucket/x", options)
-    copied = pickle.loads(pickle.dumps(place))
-    assert copied == place
-    assert copied.options == {}
-    assert b"of-a-trainer" not in pickle.dumps(place)
-
-
 def test_a_pickled_writer_of_dcp_still_reaches_its_store() -> None:
     """DCP hands it to the process that saves in the background."""
     options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
