@@ -203,7 +203,7 @@ def test_threads_that_open_stores_at_once_find_their_credentials() -> None:
 
     def opened(secret: str) -> str:
         settings = S3Settings(
-            "eu-west-1", "http://127.0.0.1:1", ("someone", secret, None), False, ""
+            "eu-west-1", "http://127.0.0.1:1", ("someone", secret, None), False, False, ""
         )
         barrier.wait(30)
         spec = tensorstore._open("s3://bucket/place", settings, tensorstore.shared_context()).spec

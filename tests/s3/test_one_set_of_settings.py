@@ -296,7 +296,6 @@ def test_an_encryption_is_asked_for_with_every_object(s3_server: S3Server) -> No
         ({"requester_pays": True}, "arguments of requests"),
         ({"s3_additional_kwargs": {"ACL": "private"}}, "arguments of requests"),
         ({"config_kwargs": {"read_timeout": 9}}, "a time limit"),
-        ({"config_kwargs": {"s3": {"payload_signing_enabled": False}}}, "unsigned content"),
         ({}, None),
     ],
 )

@@ -130,7 +130,7 @@ def test_signatures_cover_the_content_unless_told_not_to(
     chunks = [c for path, c in signed.items() if path.endswith("/c.0") and "/a" in path]
     assert of_large
     assert len(chunks) == ARRAYS
-    if signs is False:  # which TensorStore cannot do: s3fs sends all of it
+    if signs is False:  # which TensorStore cannot do: botocore sends all of it
         assert set(of_large + others) == {"UNSIGNED-PAYLOAD"}
     else:
         assert all(len(bytes.fromhex(said)) == 32 for said in of_large + others)

@@ -194,6 +194,7 @@ class S3Settings:
         endpoint: URL of the service.
         credentials: access key, secret key and session token; ``None``: requests are not signed.
         in_host: the bucket is a part of the host's name, not of the path.
+        is_unsigned: signatures of uploads leave the content out.
         unsupported: a setting that TensorStore's driver does not support; empty if there is none.
     """
 
@@ -201,6 +202,7 @@ class S3Settings:
     endpoint: str
     credentials: tuple[str, str, str | None] | None = field(repr=False)
     in_host: bool
+    is_unsigned: bool
     unsupported: str
 
 
@@ -239,6 +241,7 @@ async def settings(fs: Any, url: str) -> S3Settings:
         credentials=found,
         # TensorStore knows the hosts of Amazon.
         in_host=style.get("addressing_style") == "virtual" and "amazonaws.com" not in endpoint,
+        is_unsigned=style.get("payload_signing_enabled") is False,
         unsupported=_unsupported(fs, client, url),
     )
 
@@ -256,7 +259,6 @@ def _unsupported(fs: Any, client: Any, url: str) -> str:
         "a certificate": tls and verify is not True and {verify} != bundles,
         "a time limit": any(getattr(config, name) != value for name, value in LIMITS.items()),
         "accelerated transfers": s3.get("use_accelerate_endpoint"),
-        "unsigned content": s3.get("payload_signing_enabled") is False,
         "a bucket of this name": not _BUCKET.fullmatch(url.split("/")[2]),
         "a process that was forked after TensorStore's import": has_forked(),
         "a system without files in memory": not hasattr(os, "memfd_create"),

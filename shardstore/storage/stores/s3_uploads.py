@@ -1,8 +1,9 @@
-"""Uploads large objects to S3 through botocore, without a copy or a hash of the content.
+"""Uploads objects to S3 through botocore, without a copy or a hash of the content, where the
+options ask for signatures that leave it out.
 
 TensorStore's driver takes the content as one ``bytes``, copies it, and signs its SHA-256. botocore
-sends the parts from where they are, and its signature can leave the content out (Amazon S3 API,
-"UNSIGNED-PAYLOAD"). Chunks have checksums of their own, which each load verifies.
+sends the parts from where they are (Amazon S3 API, "UNSIGNED-PAYLOAD"). Chunks have checksums of
+their own, which each load verifies.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from shardstore.storage.stores.object_io import Parts
 from shardstore.storage.stores.remote import RemoteStore, unless_there
 from shardstore.storage.stores.s3 import LIMITS, S3Settings
 
-LEAST_BYTES = 4 * 1024 * 1024
-"""For smaller objects, the requests of botocore cost more than the copy and the hash."""
 REQUESTS = 32
 """Concurrent uploads of a process. Each has a thread, which mostly waits for the socket."""
 PIECE_BYTES = 1024 * 1024
@@ -76,7 +75,9 @@ def _client(settings: S3Settings) -> Any:
     style = "virtual" if settings.in_host else "auto" if is_of_amazon else "path"
     key, secret, token = settings.credentials or (None, None, None)
     checksums = ("request_checksum_calculation", "response_checksum_validation")
-    return botocore.session.Session().create_client(
+    # AWS_PROFILE may name a profile that does not exist beside options that name another.
+    session = botocore.session.Session(session_vars={"profile": (None, None, None, None)})
+    return session.create_client(
         "s3",
         endpoint_url=settings.endpoint,
         region_name=settings.region,

@@ -32,7 +32,7 @@ from shardstore.storage.stores.gcs import ENDPOINT, GcsSettings
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.storage.stores.s3 import S3Settings
-from shardstore.storage.stores.s3_uploads import LEAST_BYTES, begin_upload
+from shardstore.storage.stores.s3_uploads import begin_upload
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ class KvStoreIO(ObjectIO):
         """See :meth:`ObjectIO.begin_put`."""
         condition, size = NOTHING_THERE if create else None, sum(map(len, parts))
         store = self.opened()
-        if size >= LEAST_BYTES and isinstance(self._settings, S3Settings):
+        if isinstance(self._settings, S3Settings) and self._settings.is_unsigned:
             return begin_upload(self._remote, self._settings, key, parts, create=create)
         future = _copied(lambda: store.kvs.write(key, b"".join(parts), if_equal=condition), size)
         written = self._begun("writing", key, size, store, future)
