@@ -43,11 +43,11 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover
 from shardstore.storage.commit.inventory import write_integrity
-from shardstore.storage.commit.packing import ChunkWriter, PackingMover, loose_bytes
-from shardstore.storage.commit.publish import About, Files, commit, join_reports, merge_reports
+from shardstore.storage.commit.packing import ChunkWriter, PackingMover, loose_bytes, write_pack
+from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
-from shardstore.storage.format.merge import Merged
+from shardstore.storage.format.merge import Merged, joined
 from shardstore.storage.format.names import INTEGRITY_NAME
 from shardstore.storage.format.packs import MOST_BYTES, SMALL_BYTES
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -358,9 +358,12 @@ class SaveSession:
         return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
 
     def _join(self, reports: list[bytes]) -> bytes:
-        """Combine the reports of several ranks on the way to the coordinator."""
-        rank = self.ranks.rank
-        return join_reports(self.attempt, reports, rank, from_bytes=self._loose).to_bytes()
+        """Combine the reports of several ranks on the way to the coordinator. Write a pack of what
+        these ranks have left, if that is enough."""
+        whole = joined(reports, self.ranks.rank)
+        if write_pack(self.attempt, whole, from_bytes=self._loose) and self.options.durable:
+            self.attempt.flush()
+        return whole.to_bytes()
 
     def _merged(self, reports: list[bytes]) -> Merged:
         """Merge and check the manifests of all ranks."""

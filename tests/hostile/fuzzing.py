@@ -73,10 +73,12 @@ NAMES = words("""zarr_format node_type attributes shardstore format_version comm
     chunk_grid chunk_shape
     configuration chunk_key_encoding separator codecs name fill_value key shard_shape state_dict
     paths files array_documents endian checkpoint_manager sharded_backend dtype data_offsets
-    __metadata__ weight_map w b ranks $type value root_crc32c step metrics saved_ns""")
+    __metadata__ weight_map w b ranks $type value root_crc32c step metrics saved_ns
+    packs arrays constant""")
 TEXTS = ["", ".", "..", "../x", "/etc/passwd", "a/b", "w", "b", "\0", "\ud800", "é", "a" * 400]
 TEXTS += words("c.0 zarr.json common.pt float32 bfloat16 int4 r16 blosc zstd crc32c")
 TEXTS += ["sharding_indexed", "gzip", "array", "group", "default", "v2", "nan", "AAAA", "=", "F32"]
+TEXTS += [".packs/0.0.zip", "AAAAAAAAAAAAAAAAJAAAAA==", "0x7fc00001"]
 TEXTS += ["shard_0_1.pt", "shard_99999999999_1.json", "%2e%2e", "1e400000000", "1/0", "<f4", "|O"]
 NUMBERS = [-1, 0, 1, 2, 3, 7, 255, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**40, 0.5, 1e308]
 NUMBERS += [float("nan"), float("inf"), -0.0]
@@ -449,13 +451,15 @@ class Inputs:
         about = {"content_metadata": {"run": 1}}
         shardstore.save({**state, **common}, pristine / "step-1", **about)
         shardstore.save({**state}, pristine / "bare", array_documents=False, compression="zstd")
+        shardstore.save({**state, **common}, pristine / "packed", pack=True)
         shardstore.save({**state, **common}, pristine / "old", ("zarr", 1))
         convert(pristine / "step-1", pristine / "st" / "model.safetensors")
         convert(pristine / "step-1", pristine / "dcp", target_format="dcp")
         convert(pristine / "dcp", pristine / "values")
-        ours = ["step-1", "bare", "values"]
+        ours = ["step-1", "bare", "values", "packed"]
         kinds: list[Any] = [(name, "zarr.json", root, LOOKS) for name in ours * 4]
         kinds += [(name, "manifest.npz", manifest, LOOKS) for name in ours]
+        kinds += [("packed", ".packs/0.0.zip", damaged, LOOKS)]
         kinds += [("step-1", "w/zarr.json", document, LOOKS), ("old", "w/.zarray", document, LOOKS)]
         kinds += [(name, "metadata.json", document, LOOKS) for name in ("step-1", "old")]
         kinds += [(name, "common.pt", archive, COMMON) for name in ("step-1", "old") * 3]
@@ -482,7 +486,7 @@ class Inputs:
         data = change(rng, path.read_bytes() if path.exists() else b"")
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-        if name in ("step-1", "bare") and file not in ("zarr.json", "manifest.npz"):
+        if name in ("step-1", "bare", "packed") and file not in ("zarr.json", "manifest.npz"):
             _unname(work / name)  # its checksum would stop every reader at once
         what = f"{name}/{file} {getattr(reader, '__name__', reader)}"
         with Watched(work), suppress(CheckpointingException):

@@ -45,9 +45,10 @@ def state_of(*, empty: bool = False) -> dict[str, Any]:
     return {**state, "o": ShardedObject("o", None if empty else [1], (1,), (0,))}
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    shardstore.save({**state_of(), "lr": 0.5}, tmp_path / "c", content_metadata={"run": "é"})
+@pytest.fixture(params=[False, True], ids=["plain", "packed"])
+def saved(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    state, about = {**state_of(), "lr": 0.5}, {"run": "é"}
+    shardstore.save(state, tmp_path / "c", content_metadata=about, pack=request.param)
     return tmp_path / "c"
 
 
@@ -233,7 +234,7 @@ def members(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def a_group(root: dict[str, Any]) -> None:
-    members(root)["w"]["node_type"] = "group"
+    members(root)["b"]["node_type"] = "group"
 
 
 def one_key_twice(root: dict[str, Any]) -> None:
@@ -241,7 +242,7 @@ def one_key_twice(root: dict[str, Any]) -> None:
 
 
 def an_array_less(root: dict[str, Any]) -> None:
-    members(root).pop("w")
+    members(root).pop("b")
 
 
 def a_file_that_is_not_there(root: dict[str, Any]) -> None:

@@ -196,39 +196,25 @@ def publish(
     commit(attempt, options, merged, about)
 
 
-def join_reports(
-    attempt: Attempt, reports: Iterable[bytes | RankManifest], rank: int, *, from_bytes: int = 0
-) -> RankManifest:
-    """Return one report that combines those of several writers. Write a pack of their loose chunks,
-    if these have at least ``from_bytes``.
-
-    Args:
-        attempt: the attempt of the save.
-        reports: the reports.
-        rank: global rank of the caller.
-        from_bytes: least size of a pack.
-
-    Raises:
-        AccessPatternError, DamagedCheckpointError: see :func:`merge`.
-        StorageError: the store failed.
-    """
-    whole = joined(reports, rank)
-    if write_pack(attempt, whole, from_bytes=from_bytes):
-        attempt.flush()
-    return whole
-
-
 def merge_reports(
     attempt: Attempt, reports: Sequence[bytes | RankManifest], options: SaveOptions, rank: int = 0
 ) -> Merged:
-    """Merge the writers' reports and check them. See :func:`join_reports` for the arguments.
+    """Merge the writers' reports and check them. Write the pack of what the writers have left.
+
+    Args:
+        attempt: the attempt of the save.
+        reports: the reports of all writers.
+        options: options of the save.
+        rank: global rank of the caller.
 
     Raises:
         AccessPatternError: chunks are missing or were written twice.
         KeyNameError: the names of two arrays collide.
+        StorageError: the store failed.
     """
     with collector_paused():
-        whole = join_reports(attempt, reports, rank)
+        whole = joined(reports, rank)
+        write_pack(attempt, whole)
         merged = merge([whole], check=options.validate_access_integrity)
     check_collisions(meta.key for meta in merged.arrays)
     return merged

@@ -120,17 +120,16 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     )
 
 
-def join(reports: Sequence[bytes]) -> bytes:
+def joined(reports: Iterable[bytes | RankManifest], rank: int = 0) -> RankManifest:
     """Return one report that combines those of several ranks, as input of :func:`merge`.
+
+    Args:
+        reports: the reports.
+        rank: the rank that joins them.
 
     Raises:
         AccessPatternError, DamagedCheckpointError: as :func:`merge`.
     """
-    return joined(reports).to_bytes()
-
-
-def joined(reports: Iterable[bytes | RankManifest], rank: int = 0) -> RankManifest:
-    """Return :func:`join` of reports as an object of the rank that joins them."""
     whole = RankManifest(rank)
     for report in reports:
         if isinstance(report, bytes):

@@ -10,7 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -112,14 +112,18 @@ class EncodedChunk:
 
 def constant_records(array: ArrayMeta) -> Iterator[tuple[tuple[int, ...], ChunkRecord]]:
     """Yield index and record of each chunk of a constant array, of which nothing is stored."""
-    plain, known = replace(array, codecs=()), dict[tuple[int, ...], ChunkRecord]()
     for index in map(array.grid.index_at, range(array.grid.size)):
-        shape = array.grid.box(index).shape
-        if shape not in known:
-            chunk = EncodedChunk(plain, np.broadcast_to(constant_value(array), shape), PIECE_BYTES)
-            deque(chunk, 0)
-            known[shape] = replace(chunk.record, stored_bytes=0)
-        yield index, known[shape]
+        yield index, constant_record(array, array.grid.box(index).shape)
+
+
+@lru_cache(maxsize=32)
+def constant_record(array: ArrayMeta, shape: tuple[int, ...]) -> ChunkRecord:
+    """Return the record of a chunk of a constant array; ``shape`` is that of its part within the
+    array."""
+    values = np.broadcast_to(constant_value(array), shape)
+    chunk = EncodedChunk(replace(array, codecs=()), values, PIECE_BYTES)
+    deque(chunk, 0)
+    return replace(chunk.record, stored_bytes=0)
 
 
 def constant_value(array: ArrayMeta) -> NDArray[Any]:

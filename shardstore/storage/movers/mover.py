@@ -28,7 +28,7 @@ from shardstore.storage.movers.chunks import (
     WriteDone,
     chunk_parts,
 )
-from shardstore.storage.movers.codecs import BadChunkError, constant_records, constant_value
+from shardstore.storage.movers.codecs import BadChunkError, constant_record, constant_value
 from shardstore.storage.movers.packed import read_packed
 from shardstore.storage.movers.ranges import FileBox, Slab, slabs_of
 from shardstore.storage.movers.verify import ChunkVerifier, require_stored_size
@@ -181,7 +181,7 @@ class Mover(ABC):
         array: ArrayMeta, number: int, manifest: Manifest | None
     ) -> BadChunkError | None:
         rows = None if manifest is None else manifest.rows(array)
-        record = next(r for i, r in constant_records(array) if array.grid.linear(i) == number)
+        record = constant_record(array, array.grid.box(array.grid.index_at(number)).shape)
         if rows is None or rows.digest[number].tobytes() == record.digest:
             return None
         return BadChunkError("manifest", "is not stored, and its constant is not what was saved")

@@ -190,7 +190,7 @@ def test_a_v2_array_whose_name_ends_in_sync_is_an_array(tmp_path: Path) -> None:
     [
         ({"zarr_format": 2}, NotACheckpointError),
         ({"node_type": "array"}, NotACheckpointError),
-        ({"attributes": {"shardstore": {"format_version": 2}}}, FormatVersionError),
+        ({"attributes": {"shardstore": {"format_version": 3}}}, FormatVersionError),
         ({"attributes": {"shardstore": {}}}, FormatVersionError),
         ({"attributes": {"shardstore": {"format_version": "1"}}}, FormatVersionError),
     ],

@@ -24,11 +24,15 @@ from shardstore.storage.commit.publish import About, publish
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
-from shardstore.storage.format.merge import join, merge
+from shardstore.storage.format.merge import joined, merge
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
 SIDE = 128
+
+
+def join(reports: list[bytes]) -> bytes:
+    return joined(reports).to_bytes()
 
 
 def reports_of(ranks: int, arrays: int, each: int) -> list[bytes]:
