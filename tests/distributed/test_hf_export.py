@@ -182,6 +182,7 @@ def test_a_step_of_a_manager_is_exported(tmp_path: Path) -> None:
     assert same(read(tmp_path / "one"), MODEL)
 
 
+@pytest.mark.long
 def test_one_process_exports_more_than_its_memory(tmp_path: Path) -> None:
     """A gigabyte in tensors of 64 MiB takes a fraction of it."""
     state = {f"w{n}": torch.full((2**26,), n, dtype=torch.uint8) for n in range(16)}

@@ -17,7 +17,7 @@ from tests.helpers.trainers import for_bridge, run, whole
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
 # They import more than the others; and a cluster of Ray takes long to start.
-SLOW = {"accelerate", "ray", "verl"}
+SLOW = {"accelerate", "lightning", "megatron-bridge", "ray", "verl"}
 GUIDES = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.long] if page.stem in SLOW else [])
     for page in PAGES

@@ -41,6 +41,7 @@ def loads(folder: Path, *names: str) -> list[list[Any]]:
     return [["load", folder / name] for name in names if (folder / name).exists()]
 
 
+@pytest.mark.long
 def test_installed_in_0_15_it_writes_torch_dist(folder: Path) -> None:
     run("0.15.3", (1, 2), [["save_async", folder / "d15"]], install="torch_dist")
     assert (folder / "d15" / "common.pt").exists()
@@ -48,11 +49,8 @@ def test_installed_in_0_15_it_writes_torch_dist(folder: Path) -> None:
 
 def test_installed_in_0_19_it_writes_the_common_part_as_an_object(folder: Path) -> None:
     options = {"verify_integrity": True, "async_strategy": "mcore"}
-    actions = [
-        ["load", folder / "d15"],
-        ["save", folder / "d19", options],
-        ["load", folder / "d19", {"verify_integrity": True}],
-    ]
+    actions = [*loads(folder, "d15"), ["save", folder / "d19", options]]
+    actions += [["load", folder / "d19", {"verify_integrity": True}]]
     run("0.19.2", (2, 1), actions, install="torch_dist")
     assert not (folder / "d19" / "common.pt").exists()
 

@@ -15,7 +15,7 @@ MODEL = (
     "--max-position-embeddings 16 --seq-length 16 --micro-batch-size 1 --bf16 --no-load-rng "
     "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist"
 )
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,6 @@ def test_it_loads_that_and_saves_zarr_in_the_background_to_an_object_store(
     assert note.read_text() == "100"
 
 
-@pytest.mark.long
 def test_an_earlier_release_loads_that_and_saves_torch_dist(
     folder: Path, bucket: str, s3_server: S3Server
 ) -> None:
