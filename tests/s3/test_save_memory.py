@@ -77,3 +77,24 @@ def test_small_chunks_keep_to_a_small_budget(s3_server: S3Server) -> None:
     url, options, budget = f"s3://{s3_server.new_bucket()}", s3_server.storage_options, 8 * MIB
     (size,) = run_ranks(grown, 1, url, options, "short", None, 16 * 1024, budget)
     assert size <= budget + MIB, f"{size / MIB:.1f} MiB of {budget / MIB:.1f}"
+
+
+def packed(rank: int, world: int, url: str, options: dict[str, str]) -> int:
+    """Growth of the peak over a save of 64 MiB in packs."""
+    strategy = ZarrSaveShardedStrategy("zarr", 2, budget_bytes=BUDGET)
+
+    def save(state: dict[str, ShardedTensor], name: str) -> None:
+        shardstore.save(state, f"{url}/{name}", strategy, pack=True, storage_options=options)
+
+    tensors = {f"w{i}": torch.rand(32, 1024) for i in range(512)}
+    state = {key: ShardedTensor.from_rank_offsets(key, one) for key, one in tensors.items()}
+    save({key: state[key] for key in ("w0", "w1")}, "first")
+    before = reset_peak()
+    save(state, "second")
+    return peak_rss_bytes() - before
+
+
+def test_packs_keep_to_the_budget(s3_server: S3Server) -> None:
+    url, options = f"s3://{s3_server.new_bucket()}", s3_server.storage_options
+    (size,) = run_ranks(packed, 1, url, options)
+    assert size <= BUDGET, f"{size / MIB:.1f} MiB of {BUDGET / MIB:.1f}"

@@ -31,9 +31,9 @@ def loose_bytes(world_size: int, options: SaveOptions) -> int:
 
 
 def most_bytes(options: SaveOptions) -> int:
-    """Return the size at which a pack is closed. While it is written, it is in memory three
+    """Return the size at which a pack is closed. While it is written, it is in memory up to four
     times."""
-    return min(MOST_BYTES, options.budget_bytes // 4)
+    return min(MOST_BYTES, options.budget_bytes // 5)
 
 
 class ChunkWriter(Protocol):
