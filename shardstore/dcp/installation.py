@@ -82,6 +82,18 @@ def _is_plain(writer: object) -> bool:
     return form is None or form.name == "TORCH_SAVE"
 
 
+def _replaced(saver: Any, loader: Any) -> tuple[Any, Any]:
+    """Return the function and the class of DCP that :func:`install` replaces."""
+    try:
+        before, _ = saver._storage_setup, loader._storage_setup
+        return before, saver._ProcessBasedAsyncCheckpointExecutor
+    except AttributeError as error:
+        raise CheckpointingException(
+            f"PyTorch {torch.__version__} chooses its storage in another way ({error}): give each "
+            "call a shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
+        ) from error
+
+
 Place = str | os.PathLike[str]
 
 
@@ -159,14 +171,7 @@ def install(
     new_reader()
     saver: Any = state_dict_saver
     loader: Any = state_dict_loader
-    try:
-        before, _ = saver._storage_setup, loader._storage_setup
-        process = saver._ProcessBasedAsyncCheckpointExecutor
-    except AttributeError as error:
-        raise CheckpointingException(
-            f"PyTorch {torch.__version__} chooses its storage in another way ({error}): give each "
-            "call a shardstore.dcp.StorageWriter or StorageReader instead, or upgrade shardstore"
-        ) from error
+    before, process = _replaced(saver, loader)
 
     def place_of(storage: Any, checkpoint_id: Place | None) -> Place | None:
         """Return the place of a call if it is served here."""

@@ -391,13 +391,7 @@ def _begin(
 
     def decide(reports: list[bytes]) -> bytes:
         told = [pickle.loads(one) for one in reports]
-        for rank, (said, *_) in zip(ranks.members, told, strict=True):
-            if said != told[0][0]:
-                raise AccessPatternError(
-                    f"rank {ranks.members[0]} exports to {told[0][0]} (place, dtype, file_bytes) "
-                    f"but rank {rank} to {said}; give every rank the same",
-                    rank=rank,
-                )
+        _require_same([said for said, *_ in told], ranks)
         joined, ties = join_reports(shards for _, shards, _ in told), united(t for *_, t in told)
         export = agreed([joined], ties)
         begun.append(export)
@@ -422,6 +416,17 @@ def _begin(
     except Exception as problem:  # raised in the next step of all ranks
         export.failure = problem
     return export
+
+
+def _require_same(said: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
+    """Raise :class:`AccessPatternError` if the ranks export to different places, or differently."""
+    for rank, one in zip(ranks.members, said, strict=True):
+        if one != said[0]:
+            raise AccessPatternError(
+                f"rank {ranks.members[0]} exports to {said[0]} (place, dtype, file_bytes) "
+                f"but rank {rank} to {one}; give every rank the same",
+                rank=rank,
+            )
 
 
 # -- the tensors of a rank -------------------------------------------------------------------------

@@ -164,7 +164,8 @@ def constant_of(data: NDArray[Any] | DevicePart) -> bytes | None:
                 low, high = torch.aminmax(part)
                 if low != high:
                     return None
-            data = DevicePart(data.tensor.flatten()[:1], data.stream)
+            first_element = data.tensor[(slice(1),) * data.tensor.ndim]
+            data = DevicePart(first_element, data.stream)
         data = data()
     if (
         not data.size
