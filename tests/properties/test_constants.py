@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore import ShardedTensor, zarr_dtypes  # noqa: F401 (bfloat16 and float8 for zarr)
 from shardstore.errors import ChunkMissingError
+from shardstore.saving import plan
 from shardstore.storage.format import dtypes
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
@@ -106,7 +107,7 @@ NEARLY = torch.zeros(3, 1000, 1000)
 NEARLY[1, 500, 500] = 1e-30
 
 
-@pytest.mark.parametrize(
+SOME = pytest.mark.parametrize(
     ("tensor", "is_constant"),
     [
         (torch.zeros(64, 64), True),
@@ -120,6 +121,19 @@ NEARLY[1, 500, 500] = 1e-30
         (torch.ones(3, dtype=torch.complex64).conj(), True),
     ],
 )
+
+
+@SOME
+def test_large_tensors_of_a_device_are_compared_there(
+    monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor, is_constant: bool
+) -> None:
+    monkeypatch.setattr(plan, "HOST_BYTES", 0)
+    found = plan.constant_of(plan.DevicePart(tensor))
+    first = tensor[(slice(1),) * tensor.ndim].resolve_conj()
+    assert found == (bits_of(first.numpy()) if is_constant else None)
+
+
+@SOME
 def test_only_equal_bits_are_a_constant(
     tmp_path: Path, tensor: torch.Tensor, is_constant: bool
 ) -> None:
