@@ -450,7 +450,7 @@ class StoredArray:
         from shardstore.inspection.kerchunk import open_references
         from shardstore.storage.movers.tensorstore_reader import open_zarr
 
-        if self.meta.places is not None:
+        if self.meta.places is not None or self.meta.constant is not None:
             return cast(
                 "zarr.Array[Any]", open_references(self.checkpoint.stored.location, self.meta)
             )

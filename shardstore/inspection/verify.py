@@ -515,7 +515,12 @@ class _Verification:
         indices = map(array.grid.index_at, range(count))
         own = (array.document_name, ".zattrs", ".zarray")
         for name in sorted(names.difference(map(array.chunk_key, indices), own)):
-            if not object_place(name):
+            if array.constant is not None and name.startswith("c"):
+                text = (
+                    f"PATH is beside the constant key {array.key!r}, and zarr reads it: remove it"
+                )
+                self._report("chunk-extra", f"{array.node}/{name}", text, key=array.key)
+            elif not object_place(name):
                 text = f"PATH is not a chunk of key {array.key!r}"
                 self._report("foreign", f"{array.node}/{name}", text, "note", key=array.key)
 

@@ -173,16 +173,24 @@ def constant_of(data: NDArray[Any] | DevicePart) -> bytes | None:
     ):
         return None
     if data.size > 2:
-        parts = [data.real, data.imag] if data.dtype.kind == "c" else [data]
-        for values in parts:
+        for values in [data.real, data.imag] if data.dtype.kind == "c" else [data]:
             bits = values.view(f"u{values.dtype.itemsize}")
+            bits = bits.reshape(-1) if bits.flags.c_contiguous else bits
             rows = max(1, BLOCK_ELEMENTS * len(bits) // bits.size)
             for start in range(0, len(bits), rows):
                 if not (bits[start : start + rows] == bits[(0,) * bits.ndim]).all():
                     return None
-    # zarr changes the bits of a fill value that is a NaN of 16 bits.
-    is_nan = data.dtype == np.float16 and np.isnan(data[(-1,) * data.ndim])
-    return None if is_nan else first
+    return first if _is_kept_by_zarr(first, data.dtype) else None
+
+
+def _is_kept_by_zarr(bits: bytes, dtype: np.dtype[Any]) -> bool:
+    """Return whether zarr keeps the bits of a fill value when it reads or writes a document: it
+    knows one NaN of the types that NumPy has."""
+    if dtype.isbuiltin != 1 or dtype.kind not in "fc":
+        return True
+    part = np.dtype(f"f{dtype.itemsize // (1 + (dtype.kind == 'c'))}")
+    nan, values = np.array(np.nan, part).tobytes(), np.frombuffer(bits, part)
+    return all(not np.isnan(value) or value.tobytes() == nan for value in values)
 
 
 def stored_name(key: str, dtype: torch.dtype, layout: torch.layout) -> str:
@@ -281,6 +289,8 @@ def plan_writes(
         tensor.validate_metadata_integrity()
         meta = array_meta(tensor, options, zarr_format=zarr_format, layouts=layouts)
         box = local_box(tensor)
+        if finds and not box.size and meta.grid.size:
+            continue  # it could not know that others hold a constant
         part: Parts | None = None
         if finds and not is_shared and tensor.data is not None:
             is_all = box.shape == tensor.global_shape and tensor.flattened_range is None

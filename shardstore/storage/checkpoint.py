@@ -348,8 +348,8 @@ class StoredCheckpoint:
         if self.root is not None and manifest is not None:
             unlisted = {node for node, _, _ in manifest.arrays} - self.root.nodes
             doomed |= {node for node in unlisted if (key_of(node) or "").startswith(key_prefix)}
-        for node in doomed:
-            self.location.require_no_link_to(node)
+        for name in (*doomed, f"{PACKS}/"):
+            self.location.require_no_link_to(name)
         if self.root is not None and listed:
             self.location.replace("zarr.json", self.root.without(listed))
         self._delete_arrays(sorted(doomed))

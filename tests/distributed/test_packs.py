@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardstore
+from shardstore.dcp import StorageWriter
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.commit.packing import loose_bytes
@@ -150,6 +152,15 @@ def a_constant_of_one_rank_has_no_chunk(rank: int, world_size: int, folder: Path
         folder / "c",
     )
     assert torch.equal(found["ours"], ones)
+
+
+def fewer_rows_than_ranks_of_a_constant(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"w": distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])}
+    dcp.save(state, storage_writer=StorageWriter(folder / "c", pack=True))
+    shardstore.save(state, folder / "d", pack=True)
+    for place in (folder / "c", folder / "d"):
+        assert shardstore.open(place)["w"][...].tolist() == [[1] * 4] * 2
 
 
 SCENARIOS = scenarios_of(globals())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zarr
 
 import shardstore
 from shardstore import CheckpointManager, ShardedTensor
@@ -19,6 +20,7 @@ from shardstore.errors import (
     ChunkMissingError,
     DamagedCheckpointError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.storage.format.documents import root_document
@@ -191,6 +193,22 @@ def test_a_pack_stays_while_one_array_needs_it(place: Path) -> None:
     assert result.ok
     assert found == []
     assert not (place / ".packs").exists()
+
+
+def test_nothing_is_removed_behind_a_link(place: Path, tmp_path: Path) -> None:
+    (place / ".packs").rename(tmp_path / "moved")
+    (place / ".packs").symlink_to(tmp_path / "moved")
+    with pytest.raises(StorageError, match=r"\.packs is a symbolic link"):
+        ZarrLoadShardedStrategy().remove_sharded_tensors(str(place), "layer.1")
+    check(place, STATE)
+
+
+def test_an_array_of_another_program_with_the_name_of_a_packed_one_is_named(place: Path) -> None:
+    group = zarr.open_group(place, mode="r+")
+    group.create_array("layer.3", shape=(2,), dtype="f4")
+    zarr.consolidate_metadata(place)
+    with pytest.raises(DamagedCheckpointError, match=r"layer\.3"):
+        shardstore.load(empty(STATE), place)
 
 
 def test_a_packed_checkpoint_is_replaced_and_removed_whole(tmp_path: Path) -> None:

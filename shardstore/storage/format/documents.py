@@ -573,10 +573,11 @@ def by_key(metas: Sequence[ArrayMeta], url: str) -> dict[str, ArrayMeta]:
     Raises:
         DamagedCheckpointError: two arrays have the same key.
     """
-    found = {meta.key: meta for meta in metas}
-    if len(found) < len(metas):
-        (node, *_) = {meta.node for meta in metas} - {meta.node for meta in found.values()}
-        raise errors.damaged(url, f"has two arrays of the same key, one of them at {node!r}")
+    found: dict[str, ArrayMeta] = {}
+    for meta in metas:
+        if found.setdefault(meta.key, meta) is not meta:
+            what = f"has two arrays of the same key, one of them at {meta.node!r}"
+            raise errors.damaged(url, what)
     return found
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shardstore.errors import ArgumentError
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import COMPRESSORS, ArrayMeta
-from shardstore.storage.format.grid import block_bytes, inner_blocks
+from shardstore.storage.format.grid import Grid, block_bytes, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunk_bytes import as_bytes, pieces, whole_chunk
 from shardstore.storage.runtime.checksums import Sums, crc32c
@@ -113,15 +113,22 @@ class EncodedChunk:
 def constant_records(array: ArrayMeta) -> Iterator[tuple[tuple[int, ...], ChunkRecord]]:
     """Yield index and record of each chunk of a constant array, of which nothing is stored."""
     for index in map(array.grid.index_at, range(array.grid.size)):
-        yield index, constant_record(array, array.grid.box(index).shape)
+        yield index, constant_record(array, index)
 
 
-@lru_cache(maxsize=32)
-def constant_record(array: ArrayMeta, shape: tuple[int, ...]) -> ChunkRecord:
-    """Return the record of a chunk of a constant array; ``shape`` is that of its part within the
-    array."""
-    values = np.broadcast_to(constant_value(array), shape)
-    chunk = EncodedChunk(replace(array, codecs=()), values, PIECE_BYTES)
+def constant_record(array: ArrayMeta, index: tuple[int, ...]) -> ChunkRecord:
+    """Return the record of a chunk of a constant array."""
+    assert array.constant is not None
+    shape, chunk_shape = array.grid.box(index).shape, array.grid.chunk_shape
+    return _constant_record(array.dtype, array.constant, chunk_shape, shape)
+
+
+@lru_cache(maxsize=64)  # a model has many arrays of few layouts
+def _constant_record(
+    dtype: str, bits: bytes, chunk_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> ChunkRecord:
+    array = ArrayMeta("", "", Grid(chunk_shape, chunk_shape), dtype, codecs=(), constant=bits)
+    chunk = EncodedChunk(array, np.broadcast_to(constant_value(array), shape), PIECE_BYTES)
     deque(chunk, 0)
     return replace(chunk.record, stored_bytes=0)
 

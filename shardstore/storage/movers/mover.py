@@ -31,7 +31,7 @@ from shardstore.storage.movers.chunks import (
 from shardstore.storage.movers.codecs import BadChunkError, constant_record, constant_value
 from shardstore.storage.movers.packed import read_packed
 from shardstore.storage.movers.ranges import FileBox, Slab, slabs_of
-from shardstore.storage.movers.verify import ChunkVerifier, require_stored_size
+from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -93,8 +93,7 @@ class Mover(ABC):
         own, packed, other = list[RegionRead](), list[RegionRead](), list[RegionRead]()
         for region in reads:
             if region.array.constant is not None:
-                region.out[...] = constant_value(region.array)
-                done(region.out.nbytes, sum(1 for _ in region.array.grid.overlapping(region.box)))
+                self._read_constant(region, manifest, done)
             elif region.array.places is not None:
                 packed.append(region)
             else:
@@ -109,6 +108,17 @@ class Mover(ABC):
             from shardstore.storage.movers.tensorstore_reader import read_decoded
 
             read_decoded(self.location, other, manifest, done)
+
+    def _read_constant(self, region: RegionRead, manifest: GetManifest, done: ReadDone) -> None:
+        array, count = region.array, 0
+        for count, index in enumerate(array.grid.overlapping(region.box), 1):
+            known = array.expected_crc(array.grid.linear(index))
+            if count == 1 and known not in (None, constant_record(array, index).crc):
+                problem = BadChunkError("manifest", "is not stored, and its constant was changed")
+                url = f"{self.location.url}/zarr.json"
+                raise chunk_error(array, index, url, problem, manifest)
+        region.out[...] = constant_value(array)
+        done(region.out.nbytes, count)
 
     @abstractmethod
     def read_parts(self, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone) -> None:
@@ -181,7 +191,7 @@ class Mover(ABC):
         array: ArrayMeta, number: int, manifest: Manifest | None
     ) -> BadChunkError | None:
         rows = None if manifest is None else manifest.rows(array)
-        record = constant_record(array, array.grid.box(array.grid.index_at(number)).shape)
+        record = constant_record(array, array.grid.index_at(number))
         if rows is None or rows.digest[number].tobytes() == record.digest:
             return None
         return BadChunkError("manifest", "is not stored, and its constant is not what was saved")

@@ -68,6 +68,8 @@ def open_array(
     known = f"{array.node}/{array.document_name}" if fill_missing else None
     kvstore = location.kvstore(known)
     store = {**kvstore, "path": f"{kvstore['path']}{array.node}/"}
+    if array.constant is not None:
+        store = {"driver": "memory", "path": f"{array.node}/"}  # a chunk there would be of others
     if array.places is not None:
         name, *others = sorted(array.places.names())
         if others:
