@@ -87,10 +87,15 @@ def deadline_from_environment() -> float:
     )
 
 
+def block_size(world_size: int) -> int:
+    """Return the largest number of ranks that report to one rank, it included."""
+    return max(LEAST_BLOCK, math.isqrt(world_size - 1) + 1)
+
+
 def neighbours(rank: int, world_size: int) -> tuple[int | None, list[int]]:
     """Return the rank that a rank reports to (``None`` for rank 0), and the ranks that report to
     it, all numbered from 0 in the tree."""
-    block = max(LEAST_BLOCK, math.isqrt(world_size - 1) + 1)
+    block = block_size(world_size)
     if world_size <= block:
         return (None, list(range(1, world_size))) if rank == 0 else (0, [])
     first = rank - rank % block

@@ -31,7 +31,7 @@ from shardstore.coverage import (
     report_shards,
 )
 from shardstore.dict_utils import Path
-from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.coordinator import Ranks, block_size
 from shardstore.distributed.groups import Members
 from shardstore.errors import AccessPatternError, SaveInProgressError
 from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
@@ -43,7 +43,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover
 from shardstore.storage.commit.inventory import write_integrity
-from shardstore.storage.commit.packing import ChunkWriter, PackingMover, loose_bytes, write_pack
+from shardstore.storage.commit.packing import ChunkWriter, PackingMover, most_bytes, write_pack
 from shardstore.storage.commit.publish import About, Files, commit, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
@@ -247,7 +247,9 @@ class SaveSession:
 
     @property
     def _loose(self) -> int:
-        return loose_bytes(self.ranks.world_size, self.options)
+        """Bytes below which a rank sends its pack with its report. What the ranks of a block send
+        fits into one pack."""
+        return most_bytes(self.options) // block_size(self.ranks.world_size)
 
     @cached_property
     def mover(self) -> ChunkWriter:

@@ -14,9 +14,10 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import shardstore
 from shardstore.dcp import StorageWriter
+from shardstore.distributed.coordinator import block_size
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.commit.packing import loose_bytes
+from shardstore.storage.commit.packing import most_bytes
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.folder import LocalFolder
 from tests.helpers.scenarios import scenarios_of
@@ -63,7 +64,7 @@ def small_chunks_of_all_ranks_are_in_one_pack(rank: int, world_size: int, folder
 
 
 def a_rank_with_much_writes_a_pack_of_its_own(rank: int, world_size: int, folder: Path) -> None:
-    rows = loose_bytes(world_size, SaveOptions()) // 4 // 1024
+    rows = most_bytes(SaveOptions()) // block_size(world_size) // 4 // 1024
     own = {
         str(i): ShardedTensor.from_rank_offsets(
             f"{rank}.{i}", torch.full((rows, 256), 10.0 * rank + i) + torch.arange(256)

@@ -205,9 +205,7 @@ def test_an_empty_shard_beside_a_constant_says_nothing(
     tmp_path: Path, option: str, at: int, is_first: bool
 ) -> None:
     def shard(data: torch.Tensor, offset: int) -> ShardedTensor:
-        shape, about = tuple(data.shape), (data.dtype, tuple(data.shape), (3,), (offset,), None)
-        assert len(shape) == 1
-        return ShardedTensor("w", data, *about)
+        return ShardedTensor("w", data, data.dtype, tuple(data.shape), (3,), (offset,), None)
 
     parts = [shard(torch.ones(3), 0), shard(torch.ones(0), at)]
     parts = parts if is_first else parts[::-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -35,16 +33,9 @@ def check(run: Run, step: int, version: float = 0.0) -> None:
     assert all(torch.equal(found[key], part.data) for key, part in state(version).items())
 
 
-@pytest.fixture(scope="module")
-def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def run(s3_server: S3Server, proxy: FaultProxy) -> Run:
-    proxy.clear()
-    run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
+def run(server: S3Server, proxy: FaultProxy) -> Run:
+    run = Run.new(server.at(proxy.endpoint_url), server)
     run.save(1)
     return run
 

@@ -1,13 +1,12 @@
 """Collects small chunks in packs, and writes other chunks through a mover.
 
-A rank closes a pack when it is full, and after a call of :meth:`PackingMover.write` if it has at
-least :func:`loose_bytes`. What is left goes with the rank's report: a rank that joins the reports
-of others writes a pack of what they have left, and the one that commits writes the rest.
+A pack is closed when it is full, and after a call of :meth:`PackingMover.write` if it has at least
+:attr:`PackingMover.loose` bytes. What is left goes with the writer's report: who joins the reports
+of several writers writes a pack of what they have left, and who commits writes the rest.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,15 +18,6 @@ from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
 from shardstore.storage.movers.codecs import EncodedChunk
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.counters import counters
-
-LEAST_REPORTS = 8
-"""Number of ranks of a node, which report to one of them."""
-
-
-def loose_bytes(world_size: int, options: SaveOptions) -> int:
-    """Return the size below which a rank sends a pack to another one. About the square root of the
-    number of ranks report to one rank, and what they send it fits into one pack."""
-    return most_bytes(options) // max(LEAST_REPORTS, math.isqrt(world_size))
 
 
 def most_bytes(options: SaveOptions) -> int:
@@ -52,7 +42,7 @@ class PackingMover:
         attempt: the attempt of the save.
         manifest: receives the places of the chunks, and holds the pack that is not full.
         options: options of the save.
-        loose: see :func:`loose_bytes`.
+        loose: size in bytes below which a pack is left for another writer to write.
     """
 
     mover: ChunkWriter
