@@ -21,12 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
-from shardstore.errors import (
-    AccessPatternError,
-    CheckpointingException,
-    DTypeMismatchError,
-    ShapeMismatchError,
-)
+from shardstore import errors
 from shardstore.mapping import (
     ShardedObject,
     ShardedTensor,
@@ -108,7 +103,7 @@ def merge_layouts(reports: Sequence[Report], ranks: Sequence[int]) -> Layouts:
     """
     layouts = Layouts()
     for key, held in shards_of(reports, ranks).items():
-        _check_same(held, {"global_shape": AccessPatternError})  # the commit checks the rest
+        _check_same(held, {"global_shape": errors.AccessPatternError})  # the commit checks the rest
         tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
         irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
         if irregular:
@@ -146,7 +141,7 @@ def _flat_ranges(held: _Held) -> dict[Box, list[FlatRange]]:
             continue
         key, ranks = held[0][1].key, [ranges[number].rank for number in fault.shards]
         many = f"are held by {len(ranks)} main replicas, on ranks {_first_ranks(ranks)}"
-        raise AccessPatternError(
+        raise errors.AccessPatternError(
             "Invalid access pattern: Flattened ranges dont cover the whole shard ShardedTensor("
             f"key={key!r}, offset {box.offset}, shape {box.shape}), {box.size} elements, exactly "
             f"once: elements {fault.offset[0]}:{fault.offset[0] + fault.shape[0]} "
@@ -301,7 +296,7 @@ def _check_cover(held: _Held) -> None:
         if isinstance(item, ShardedTensor):
             box, is_flat = local_box(item), item.flattened_range is not None
         if not is_within(box, item.global_shape):
-            raise AccessPatternError(
+            raise errors.AccessPatternError(
                 f"Invalid access pattern for {item.key!r}: the shard of rank {rank} at offset "
                 f"{box.offset} of shape {box.shape} reaches outside the global shape "
                 f"{item.global_shape}",
@@ -317,7 +312,7 @@ def _check_cover(held: _Held) -> None:
         example: object = sample.without_data()
         if isinstance(sample, ShardedObject):
             example = replace(sample, global_offset=fault.offset).unique_key
-        raise AccessPatternError(
+        raise errors.AccessPatternError(
             f"Invalid access pattern for {sample.key!r}, of global shape {sample.global_shape} and "
             f"held by ranks {_first_ranks(rank for rank, _ in held)}: the region at offset "
             f"{fault.offset} of shape {fault.shape} "
@@ -329,22 +324,24 @@ def _check_cover(held: _Held) -> None:
         )
 
 
-_AGREED: dict[str, type[CheckpointingException]] = {
-    "dtype": DTypeMismatchError,
-    "global_shape": ShapeMismatchError,
-    "axis_fragmentations": AccessPatternError,
+_AGREED: dict[str, type[errors.CheckpointingException]] = {
+    "dtype": errors.DTypeMismatchError,
+    "global_shape": errors.ShapeMismatchError,
+    "axis_fragmentations": errors.AccessPatternError,
 }
 """Attributes that must be equal on all ranks -> the error if they differ. For fragmentations, only
 ``None`` on some of the ranks is an error."""
 
 
-def _check_same(held: _Held, agreed: Mapping[str, type[CheckpointingException]] = _AGREED) -> None:
+def _check_same(
+    held: _Held, agreed: Mapping[str, type[errors.CheckpointingException]] = _AGREED
+) -> None:
     """Check that all ranks, replicas included, describe a tensor or object alike: they agree on its
     type, and on these attributes."""
     first_rank, first = held[0]
     for rank, item in held:
         if type(item) is not type(first):
-            raise AccessPatternError(
+            raise errors.AccessPatternError(
                 f"Invalid access pattern: {item.key!r} is a {type(first).__name__} on rank "
                 f"{first_rank} and a {type(item).__name__} on rank {rank}; rename one",
                 key=item.key,
@@ -383,7 +380,7 @@ def check_same(reports: Sequence[Report], ranks: Sequence[int]) -> None:
         AccessPatternError: they do not; the text names key, ranks and both sides.
     """
     for held in _samples(reports, ranks):
-        _check_same(held, dict.fromkeys(_AGREED, AccessPatternError))
+        _check_same(held, dict.fromkeys(_AGREED, errors.AccessPatternError))
 
 
 def _first_ranks(ranks: Iterable[int]) -> list[int]:

@@ -9,18 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any, TypeAlias
 
+from shardstore import dict_utils
 from shardstore.coverage import is_empty_range
-from shardstore.dict_utils import (
-    MOST_DEEP,
-    Path,
-    Position,
-    dict_list_map_inplace,
-    dotted,
-    empty_like,
-    extract_matching_values,
-    leaves,
-    require_shallow,
-)
 from shardstore.errors import StructureError
 from shardstore.mapping import (
     CommonStateDict,
@@ -95,16 +85,16 @@ def load_preprocess(
         :func:`shardstore.mapping.apply_factory_merges` (lists as dicts from index to value).
     """
     # Other empty ranges stay, so that lists keep the positions of their elements.
-    wanted, _ = extract_matching_values(sharded_state_dict, _is_somewhere)
-    factories, _ = extract_matching_values(
+    wanted, _ = dict_utils.extract_matching_values(sharded_state_dict, _is_somewhere)
+    factories, _ = dict_utils.extract_matching_values(
         wanted, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
     )
     # Free the tensor of a factory before the merge.
-    dict_list_map_inplace(lambda factory: factory.without_data(), factories)
+    dict_utils.dict_list_map_inplace(lambda factory: factory.without_data(), factories)
     apply_factories(wanted)
 
     nonpersistent, wanted = extract_nonpersistent(wanted)
-    dict_list_map_inplace(LocalNonpersistentObject.unwrap, nonpersistent)
+    dict_utils.dict_list_map_inplace(LocalNonpersistentObject.unwrap, nonpersistent)
     return wanted, nonpersistent, factories
 
 
@@ -116,7 +106,7 @@ def check_state(state_dict: object) -> None:
             in one that contains itself; or a value is an object that has a state dict itself.
     """
     require_dict(state_dict)
-    for path, value in leaves(state_dict):
+    for path, value in dict_utils.leaves(state_dict):
         if hasattr(value, "state_dict"):
             _require_value(value, path)
 
@@ -130,10 +120,10 @@ def require_dict(state_dict: object) -> None:
         )
 
 
-def _require_value(value: object, path: Path) -> None:
+def _require_value(value: object, path: dict_utils.Path) -> None:
     """Refuse an object that has a state dict."""
     if hasattr(value, "load_state_dict"):
-        name = dotted(path)
+        name = dict_utils.dotted(path)
         raise StructureError(
             f"the value at {name!r} is a {type(value).__name__}, an object that has a state dict: "
             "put its state_dict() into the state dict, and pass what is loaded there to its "
@@ -183,28 +173,28 @@ class StateSplit:
             require_dict(state)  # raises the error
         self._loading, self._adopt, self._keys = loading, adopt, keys
         self.found: list[ShardedTensor | ShardedObject] = []
-        self.shards: list[tuple[Path, ShardedTensor | ShardedObject]] = []
+        self.shards: list[tuple[dict_utils.Path, ShardedTensor | ShardedObject]] = []
         self.others: list[Any] = []
-        self.empty: list[Path] = []
+        self.empty: list[dict_utils.Path] = []
         _, parts = self._walk(state, (), built=False)
         self.common: StateDict = parts.get(_COMMON, {})
         self.sharded: ShardedStateDict = parts.get(_SHARDED, {})
         self.local: StateDict = parts.get(_LOCAL, {})
         self.factories: ShardedStateDict = parts.get(_FACTORY, {})
 
-    def _walk(self, x: Any, path: Path, *, built: bool) -> _Walked:
+    def _walk(self, x: Any, path: dict_utils.Path, *, built: bool) -> _Walked:
         """Return the kinds of the values in ``x``, and its parts by kind."""
         if not isinstance(x, dict | list):
             return self._leaf(x, path, built=built)
-        if len(path) >= MOST_DEEP:
-            require_shallow(path)
+        if len(path) >= dict_utils.MOST_DEEP:
+            dict_utils.require_shallow(path)
         if not x:
             self.empty += [] if built else [path]
-            nothing: Any = empty_like(x) if isinstance(x, dict) else []
+            nothing: Any = dict_utils.empty_like(x) if isinstance(x, dict) else []
             return {_COMMON}, {} if self._loading else {_COMMON: nothing}
         walked = []
         for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
-            here = (*path, key if isinstance(x, dict) else Position(key))
+            here = (*path, key if isinstance(x, dict) else dict_utils.Position(key))
             if isinstance(value, ShardedTensorFactory) and not built:
                 walked.append((key, *self._build(x, key, value, here)))
             else:
@@ -212,9 +202,9 @@ class StateSplit:
         kinds = set[str]().union(*(kinds for _, kinds, _ in walked))
         if isinstance(x, list) and _EMPTY in kinds:
             raise StructureError(
-                f"the list at {dotted(path) or 'the top'} holds a flattened range of a tensor "
-                "without elements, which no checkpoint holds, so that the positions of the other "
-                "elements are unknown; make it a dict"
+                f"the list at {dict_utils.dotted(path) or 'the top'} holds a flattened range of a "
+                "tensor without elements, which no checkpoint holds, so that the positions of the "
+                "other elements are unknown; make it a dict"
             )
         even = all(one == kinds for _, one, _ in walked) or (built and self._loading)
         left = [one for one in walked if one[2]]
@@ -225,7 +215,8 @@ class StateSplit:
         parts: _Parts = {}
         for key, _, of_value in walked:
             for kind, part in of_value.items():
-                parts.setdefault(kind, empty_like(x) if isinstance(x, dict) else {})[key] = part
+                like = dict_utils.empty_like(x) if isinstance(x, dict) else {}
+                parts.setdefault(kind, like)[key] = part
         if isinstance(x, list) and even:
             return kinds, {k: p if k == _FACTORY else list(p.values()) for k, p in parts.items()}
         if isinstance(x, list):
@@ -234,7 +225,9 @@ class StateSplit:
             kinds.add(_COMMON)
         return kinds, parts
 
-    def _build(self, x: Any, key: Any, factory: ShardedTensorFactory, path: Path) -> _Walked:
+    def _build(
+        self, x: Any, key: Any, factory: ShardedTensorFactory, path: dict_utils.Path
+    ) -> _Walked:
         """Walk what a factory builds."""
         before, shards = len(self.found), len(self.shards)
         built = factory.build()
@@ -247,9 +240,9 @@ class StateSplit:
         # Without its tensor, which is freed before the merge.
         return {_SHARDED}, {**parts, _FACTORY: factory.without_data()}
 
-    def _leaf(self, value: Any, path: Path, *, built: bool) -> _Walked:
+    def _leaf(self, value: Any, path: dict_utils.Path, *, built: bool) -> _Walked:
         if isinstance(value, ShardedTensorFactory):
-            name = dotted(path)
+            name = dict_utils.dotted(path)
             raise StructureError(
                 f"a factory built the factory at {name!r}, and factories are built once; let it "
                 "build sharded tensors",
@@ -267,13 +260,13 @@ class StateSplit:
                 self.shards.append((path, value))
             kind = _SHARDED if is_somewhere else _EMPTY
             return {kind}, {_SHARDED: value} if kept else {}
-        inside = leaves(value, path) if isinstance(value, tuple) else [(path, value)]
+        inside = dict_utils.leaves(value, path) if isinstance(value, tuple) else [(path, value)]
         for where, one in inside:
             if hasattr(one, "state_dict"):
                 _require_value(one, where)
             self.others.append(one)
         if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
-            name = dotted(path)
+            name = dict_utils.dotted(path)
             raise StructureError(
                 f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by "
                 "one rank; make it a list",
@@ -299,4 +292,6 @@ def filter_out_empty_flatten_tensor(sharded_state_dict: dict[Any, Any] | list[An
     Dicts and lists that hold nothing else are removed too. Empty tensors that are not flattened
     stay.
     """
-    return extract_matching_values(sharded_state_dict, lambda value: not _is_empty(value))[0]
+    return dict_utils.extract_matching_values(
+        sharded_state_dict, lambda value: not _is_empty(value)
+    )[0]

@@ -11,25 +11,11 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from shardstore import errors
+from shardstore import dict_utils, errors, mapping
 from shardstore.core import CheckpointingConfig, maybe_load_config
 from shardstore.coverage import check_reports, report_shards
-from shardstore.dict_utils import (
-    dict_list_map_outplace,
-    diff,
-    extract_matching_values,
-    nested_values,
-)
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import gathered
-from shardstore.mapping import (
-    CommonStateDict,
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import CONFIG_NAME
@@ -41,10 +27,10 @@ from shardstore.values.torch_values import require_loadable
 logger = logging.getLogger(__name__)
 
 CkptShardedMetadata: TypeAlias = dict[str, Any]
-LocalMetadata: TypeAlias = list[ShardedTensor | ShardedObject]
+LocalMetadata: TypeAlias = list[mapping.ShardedTensor | mapping.ShardedObject]
 GlobalMetadata: TypeAlias = list[LocalMetadata]
 
-_SHARDS = (ShardedTensor, ShardedObject)
+_SHARDS = (mapping.ShardedTensor, mapping.ShardedObject)
 
 
 class StrictHandling(Enum):
@@ -106,13 +92,13 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
 
 
 def validate_integrity_and_strict_load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: mapping.ShardedStateDict,
     strict: StrictHandling,
     validate_access_integrity: bool,
     local_metadata: LocalMetadata | None = None,
     global_metadata: GlobalMetadata | None = None,
     ckpt_sharded_metadata: CkptShardedMetadata | None = None,
-) -> tuple[ShardedStateDict, set[str], set[str]]:
+) -> tuple[mapping.ShardedStateDict, set[str], set[str]]:
     """Compare a state dict with the checkpoint and the other ranks, before anything is read.
 
     Every rank calls it; it waits for no other, because the arguments describe the other ranks.
@@ -154,11 +140,11 @@ def validate_integrity_and_strict_load(
 
 
 def compare_keys(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: mapping.ShardedStateDict,
     strict: StrictHandling,
     requested: set[str],
     stored: set[str],
-) -> tuple[ShardedStateDict, set[str], set[str]]:
+) -> tuple[mapping.ShardedStateDict, set[str], set[str]]:
     """Compare the keys of a state dict with those of the checkpoint, and handle differences.
 
     Args:
@@ -169,13 +155,13 @@ def compare_keys(
     """
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
         return sharded_state_dict, set(), set()
-    own = (v for v in nested_values(sharded_state_dict) if isinstance(v, _SHARDS))
+    own = (v for v in dict_utils.nested_values(sharded_state_dict) if isinstance(v, _SHARDS))
     unexpected = {item.key for item in own} - stored
     missing = stored - requested if StrictHandling.requires_global_app_metadata(strict) else set()
     report_keys(strict, missing, unexpected)
     if unexpected:
-        _, sharded_state_dict = extract_matching_values(
-            sharded_state_dict, lambda v: isinstance(v, ShardedBase) and v.key in unexpected
+        _, sharded_state_dict = dict_utils.extract_matching_values(
+            sharded_state_dict, lambda v: isinstance(v, mapping.ShardedBase) and v.key in unexpected
         )
     if strict is StrictHandling.IGNORE_ALL:
         return sharded_state_dict, set(), set()
@@ -203,17 +189,18 @@ def report_keys(strict: StrictHandling, missing: set[str], unexpected: set[str])
 
 
 def preprocessed(
-    common: StateDict, preprocess: Callable[[CommonStateDict], StateDict] | None
-) -> StateDict:
+    common: mapping.StateDict,
+    preprocess: Callable[[mapping.CommonStateDict], mapping.StateDict] | None,
+) -> mapping.StateDict:
     """Return the common values that are compared: those that ``preprocess`` returns for a copy."""
     if preprocess is None:
         return common
-    return preprocess(dict_list_map_outplace(lambda value: value, common))
+    return preprocess(dict_utils.dict_list_map_outplace(lambda value: value, common))
 
 
-def comparable(common: StateDict) -> StateDict:
+def comparable(common: mapping.StateDict) -> mapping.StateDict:
     """Return common values with their tensors in host memory."""
-    return cast(StateDict, dict_list_map_outplace(_on_host, common))
+    return cast(mapping.StateDict, dict_utils.dict_list_map_outplace(_on_host, common))
 
 
 def _on_host(value: Any) -> Any:
@@ -225,7 +212,7 @@ def _on_host(value: Any) -> Any:
     return value.view(torch.uint8) if is_short else value
 
 
-def pickled(common: StateDict) -> bytes:
+def pickled(common: mapping.StateDict) -> bytes:
     """Return the common values as bytes for the other ranks.
 
     Raises:
@@ -239,7 +226,7 @@ def pickled(common: StateDict) -> bytes:
 
 
 def compare_common(
-    mine: StateDict, of_coordinator: bytes, ranks: Ranks, *, equal: bool = False
+    mine: mapping.StateDict, of_coordinator: bytes, ranks: Ranks, *, equal: bool = False
 ) -> None:
     """Log differences between this rank's common values and the coordinator's, given as bytes.
 
@@ -248,7 +235,7 @@ def compare_common(
     """
     rank, first = ranks.rank, ranks.members[0]
     try:
-        only_there, only_here, mismatched = diff(pickle.loads(of_coordinator), mine)
+        only_there, only_here, mismatched = dict_utils.diff(pickle.loads(of_coordinator), mine)
     except Exception as error:
         logger.warning(
             f"The common values of rank {rank} cannot be compared with rank {first}'s: {error}"
@@ -399,7 +386,7 @@ def validate_sharded_objects_handling(
 
 
 def determine_global_metadata(
-    sharded_state_dict: ShardedStateDict, process_group: Any = None
+    sharded_state_dict: mapping.ShardedStateDict, process_group: Any = None
 ) -> tuple[LocalMetadata, GlobalMetadata]:
     """Gather the descriptions of all shards on all ranks.
 
@@ -412,13 +399,13 @@ def determine_global_metadata(
     Returns:
         The shards of this rank without data, and those of every rank, by rank.
     """
-    values = nested_values(sharded_state_dict)
+    values = dict_utils.nested_values(sharded_state_dict)
     local: LocalMetadata = [one.without_data() for one in values if isinstance(one, _SHARDS)]
     return local, gathered(local, process_group)
 
 
 def validate_sharding_integrity(
-    global_metadata: GlobalMetadata, common_state_dict: CommonStateDict | None = None
+    global_metadata: GlobalMetadata, common_state_dict: mapping.CommonStateDict | None = None
 ) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 

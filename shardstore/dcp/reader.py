@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
+from shardstore import validation
 from shardstore.dcp.files import tensor_metadata
 from shardstore.dict_utils import dotted, empty_places
 from shardstore.errors import CheckpointingException, KeyNameError, NotACheckpointError
@@ -41,12 +42,6 @@ from shardstore.storage.format.names import DCP_METADATA_NAME
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonLoadStrategy
-from shardstore.validation import (
-    StrictHandling,
-    parse_strict_flag,
-    report_keys,
-    verify_checkpoint_and_load_strategy,
-)
 from shardstore.values.record import LIST_LENGTH, StatePath, StateRecord
 from shardstore.values.torch_dump import dump_bytes
 
@@ -163,10 +158,10 @@ class StorageReader(Placed, DcpStorageReader):
         cast: bool = False,
         threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+        strict: str | validation.StrictHandling = validation.StrictHandling.ASSUME_OK_UNEXPECTED,
     ) -> None:
         super().__init__(url, storage_options)
-        self._strict = parse_strict_flag(strict)
+        self._strict = validation.parse_strict_flag(strict)
         self.missing_keys: set[str] = set()
         self.unexpected_keys: set[str] = set()
         require_bool("cast", cast)
@@ -197,7 +192,7 @@ class StorageReader(Placed, DcpStorageReader):
         }
         found.update((key, BytesStorageMetadata()) for key in self._values)
         self._stored = stored
-        is_loose = StrictHandling.requires_explicit_ckpt_mismatch_check(self._strict)
+        is_loose = validation.StrictHandling.requires_explicit_ckpt_mismatch_check(self._strict)
         return Metadata(
             state_dict_metadata=AnyKey(found) if is_loose else found,
             planner_data={key: paths.get(key, (key,)) for key in found},
@@ -215,7 +210,7 @@ class StorageReader(Placed, DcpStorageReader):
             objects = {key: ShardedObject(key, None, (1,), (0,)) for key in record.files}
             self._values.update((key, partial(record.value, key, url)) for key in record.values)
         else:
-            _, common = verify_checkpoint_and_load_strategy(place)
+            _, common = validation.verify_checkpoint_and_load_strategy(place)
             try:
                 flat, paths = flatten_state_dict(common.load_common(place))
             except ValueError as error:
@@ -264,27 +259,27 @@ class StorageReader(Placed, DcpStorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan with items that are sent as bytes, and with its keys if those of all
         ranks are compared. All ranks call it."""
-        if StrictHandling.requires_global_app_metadata(self._strict):
+        if validation.StrictHandling.requires_global_app_metadata(self._strict):
             plan = replace(plan, storage_data={item.storage_index.fqn for item in plan.items})
         return replace(plan, items=cast(list[ReadItem], SentItems(pickle.dumps(plan.items))))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans, each with the keys of all if they are compared. The coordinator calls
         it."""
-        if not StrictHandling.requires_global_app_metadata(self._strict):
+        if not validation.StrictHandling.requires_global_app_metadata(self._strict):
             return plans
         asked = set().union(*(plan.storage_data for plan in plans))
         return [replace(plan, storage_data=asked) for plan in plans]
 
     def _compare_keys(self, plan: LoadPlan, arrays: Iterable[str]) -> None:
         """Set the keys that do not match, and do what ``strict`` says."""
-        if not StrictHandling.requires_explicit_ckpt_mismatch_check(self._strict):
+        if not validation.StrictHandling.requires_explicit_ckpt_mismatch_check(self._strict):
             return
         stored = {*arrays, *self._tensors, *self._values}
         self.unexpected_keys = {item.storage_index.fqn for item in plan.items} - stored
-        all_ranks = StrictHandling.requires_global_app_metadata(self._strict)
+        all_ranks = validation.StrictHandling.requires_global_app_metadata(self._strict)
         self.missing_keys = stored - plan.storage_data if all_ranks else set()
-        report_keys(self._strict, self.missing_keys, self.unexpected_keys)
+        validation.report_keys(self._strict, self.missing_keys, self.unexpected_keys)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the planner's tensors. All ranks call it.

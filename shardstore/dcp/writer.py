@@ -27,14 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardstore.coverage import (
-    Layouts,
-    as_flat_range,
-    is_first,
-    merge_layouts,
-    needing_layouts,
-    report_shards,
-)
+from shardstore import coverage
 from shardstore.dcp.reader import Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
@@ -75,7 +68,7 @@ class Task:
 
     rank: int
     attempt_id: str
-    layouts: Layouts
+    layouts: coverage.Layouts
 
 
 @dataclass
@@ -122,7 +115,7 @@ def _sharded(item: WriteItem, data: torch.Tensor | None = None) -> ShardedTensor
     return ShardedTensor(item.index.fqn, data, about.properties.dtype, size, shape, offset, None)
 
 
-def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> Layouts:
+def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> coverage.Layouts:
     """Return the layouts of all tensors.
 
     If the shards of a tensor are whole rows, and only tiny chunks fit between their boundaries (for
@@ -147,9 +140,9 @@ def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> Layouts:
         boxes = [local_box(shard) for _, shard in shards]
         are_flat = are_rows and grid_of(shape, boxes, size, options.target_chunk_bytes)[2]
         for rank, shard in shards:
-            by_rank[rank].append(as_flat_range(shard) if are_flat else shard)
-    reports = [report_shards(needing_layouts(shards)) for shards in by_rank]
-    return merge_layouts(reports, range(len(reports)))
+            by_rank[rank].append(coverage.as_flat_range(shard) if are_flat else shard)
+    reports = [coverage.report_shards(coverage.needing_layouts(shards)) for shards in by_rank]
+    return coverage.merge_layouts(reports, range(len(reports)))
 
 
 def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
@@ -339,7 +332,7 @@ class StorageWriter(Placed, DcpStorageWriter):
                 continue
             tensor = _sharded(item, data)
             is_flat = tensor.key in task.layouts.ranges
-            tensors.append(as_flat_range(tensor) if is_flat else tensor)
+            tensors.append(coverage.as_flat_range(tensor) if is_flat else tensor)
         if pickled:
             shown = ", ".join(map(repr, pickled[:8]))
             logger.warning("%d value(s) have no JSON form and are pickled: %s", len(pickled), shown)
@@ -350,7 +343,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         # The largest chunks first, so that no large chunk is sent alone at the end. The sort is
         # stable, so chunks of one array keep their order.
         planned.writes.sort(key=lambda write: -write.array.chunk_bytes)
-        arrays = zip(planned.arrays, map(is_first, planned.tensors), strict=True)
+        arrays = zip(planned.arrays, map(coverage.is_first, planned.tensors), strict=True)
         files.flush_beside(
             lambda: write_chunks(attempt, self.options, manifest, arrays, planned.writes)
         )

@@ -24,15 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 
+from shardstore import mapping
 from shardstore.coverage import as_flat_range
 from shardstore.errors import AccessPatternError, ArgumentError
-from shardstore.mapping import (
-    LocalNonpersistentObject,
-    ReplicaId,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
@@ -141,7 +135,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return LocalNonpersistentObject(tensor)  # This rank is not in the mesh.
+        return mapping.LocalNonpersistentObject(tensor)  # This rank is not in the mesh.
     shape = tuple(tensor.shape)
     cuts: list[list[AxisCut]] = [[] for _ in shape]
     indices: list[list[int]] = [[] for _ in shape]
@@ -163,7 +157,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     runs = [held(*about) for about in zip(shape, cuts, indices, strict=True)]
     is_empty = not math.prod(shape)
     if not all(runs) and not is_empty:
-        return LocalNonpersistentObject(tensor)
+        return mapping.LocalNonpersistentObject(tensor)
     local = cast(Any, tensor.detach()).to_local()
     if hasattr(local, "wait"):
         local = local.wait()
@@ -172,13 +166,13 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
         local = torch.empty_like(local, device=mesh.device_type)
         # With the same specification: torch.empty_like(tensor) loses the order of the shards.
         made = cast(Any, type(tensor))(local, cast(Any, tensor)._spec, requires_grad=False)
-    replica_id: ReplicaId = tuple(replica) or 0
+    replica_id: mapping.ReplicaId = tuple(replica) or 0
     if is_empty:
         # No rank holds an element, and one rank creates the array.
         runs, cuts, replica_id = [((0, n),) for n in shape], [[] for _ in shape], tuple(coordinate)
         local = local.new_empty(shape)
 
-    def build(*_: object) -> ShardedStateDict:
+    def build(*_: object) -> mapping.ShardedStateDict:
         axes = list(map(tuple, cuts))
         shards = _shards(key, local, shape, axes, runs, not loading, replica_id, _ranks_of(mesh))
         return {str(i): shard for i, shard in enumerate(shards)}
@@ -192,7 +186,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
             )
         return made
 
-    return ShardedTensorFactory(key, local, build, merge)
+    return mapping.ShardedTensorFactory(key, local, build, merge)
 
 
 @lru_cache(maxsize=64)
@@ -207,9 +201,9 @@ def _shards(
     cuts: Sequence[tuple[AxisCut, ...]],
     runs: Sequence[Runs],
     may_be_flat: bool,
-    replica_id: ReplicaId = 0,
+    replica_id: mapping.ReplicaId = 0,
     holders: frozenset[int] = frozenset(),
-) -> list[ShardedTensor]:
+) -> list[mapping.ShardedTensor]:
     """Return this rank's sharded tensors, which share the local tensor's memory: a box for each
     combination of its runs, or flattened ranges."""
     flat = may_be_flat and is_flat(shape, tuple(cuts), local.element_size())
@@ -248,7 +242,7 @@ def _order(tensor: DTensor) -> list[int]:
 
 
 @dataclass
-class ClaimedTensor(ShardedTensor):
+class ClaimedTensor(mapping.ShardedTensor):
     """A sharded tensor that further ranks may hold, with the same replica ids.
 
     Attributes:

@@ -16,28 +16,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
-from shardstore.dict_utils import (
-    dict_list_map_outplace,
-    dotted,
-    leaves,
-    nested_values,
-    shaped_like,
-    united,
-)
+from shardstore import dict_utils, mapping
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Group, gathered
 from shardstore.dtensor.adoption import adopt
 from shardstore.errors import ArgumentError, MissingKeyError
+from shardstore.hf import sharing
 from shardstore.hf.blocks import Block
 from shardstore.hf.files import WeightFiles
 from shardstore.hf.rules import SCALE_SUFFIX, Rule, Scaled, Source, Sources
-from shardstore.hf.sharing import (
-    Hosts,
-    is_scattered,
-    plan_shared,
-    read_shared,
-    wanted_by,
-)
 from shardstore.hf.urls import locate, shown_url
 from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import (
@@ -52,15 +39,6 @@ from shardstore.loading.plan import (
 from shardstore.loading.read import read_chunks
 from shardstore.loading.replicas import ReadGroup, groups_reading_alone
 from shardstore.loading.run import LoadRequest
-from shardstore.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-    StateDict,
-    apply_factory_merges,
-)
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import StateSplit, check_state
 from shardstore.storage.format import dtypes
@@ -82,7 +60,7 @@ Names: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
 def load(
-    state_dict: StateDict,
+    state_dict: mapping.StateDict,
     place: Any,
     *,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -97,7 +75,7 @@ def load(
     share_replicas: str = "auto",
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES,
     progress: ProgressCallback | Literal["bar"] | None = None,
-) -> StateDict | tuple[StateDict, set[str], set[str]]:
+) -> mapping.StateDict | tuple[mapping.StateDict, set[str], set[str]]:
     """Load the tensors of a model from safetensors files, under any layout.
 
     Every rank calls it with its own state dict, and waits for the others. One rank reads the index
@@ -237,7 +215,7 @@ class _Loading:
     ranks: Ranks
     what: str
 
-    def run(self, meter: Meter) -> tuple[StateDict, set[str], set[str]]:
+    def run(self, meter: Meter) -> tuple[mapping.StateDict, set[str], set[str]]:
         """Load, and return the state dict, the missing and the unexpected keys."""
         step = partial(self.ranks.step, self.what)
         (location, offered, state), answer = step(
@@ -259,23 +237,23 @@ class _Loading:
             lambda planned: pickle.dumps(self._scattered(planned[1], location)),
             self._wanted,
         )
-        hosts: Hosts = pickle.loads(answer)
-        blocks = plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
+        hosts: sharing.Hosts = pickle.loads(answer)
+        blocks = sharing.plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
         group = self.call.replica_group if shares else None
         read, _ = step(lambda: self._read(match, wanted, plan, files, group, blocks, meter))
         missing, unexpected = mismatch
-        shaped = cast(StateDict, shaped_like(self.call.sharded_state_dict, read))
+        shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.call.sharded_state_dict, read))
         return shaped, missing, unexpected
 
-    def _prepare(self) -> tuple[Location, ReadGroup | None, ShardedStateDict]:
+    def _prepare(self) -> tuple[Location, ReadGroup | None, mapping.ShardedStateDict]:
         """Check the arguments, and describe every tensor of the state dict."""
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         offered = self.call.checked_group(location)
         self.call.check()
         state = self.call.sharded_state_dict
         check_state(state)
-        everything = {dotted(path) for path, _ in leaves(state)}
-        return location, offered, dict_list_map_outplace(_kept, adopt(state, everything))
+        everything = {dict_utils.dotted(path) for path, _ in dict_utils.leaves(state)}
+        return location, offered, dict_utils.dict_list_map_outplace(_kept, adopt(state, everything))
 
     def _open(self, reports: Sequence[bytes]) -> bytes:
         """Read the headers for all ranks. The coordinator calls it."""
@@ -287,7 +265,7 @@ class _Loading:
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         return pickle.dumps((WeightFiles.open(location), apart))
 
-    def _find(self, state: ShardedStateDict, sources: Sources) -> _Match:
+    def _find(self, state: mapping.ShardedStateDict, sources: Sources) -> _Match:
         """Find the source of each key.
 
         Raises:
@@ -310,7 +288,7 @@ class _Loading:
                     key=key,
                 )
             try:
-                if isinstance(entry, ShardedTensor):
+                if isinstance(entry, mapping.ShardedTensor):
                     found[key] = sources.of(name, entry.dtype)
                 else:
                     lost[key] = f"{name} (an object, which safetensors files do not hold)"
@@ -334,7 +312,7 @@ class _Loading:
 
     def _plan(
         self, match: _Match, files: WeightFiles, used: set[str]
-    ) -> tuple[ShardedStateDict, ReadPlan, set[str], set[str]]:
+    ) -> tuple[mapping.ShardedStateDict, ReadPlan, set[str], set[str]]:
         """Compare the keys in the mode of ``strict``, and plan the reads.
 
         Returns:
@@ -345,7 +323,7 @@ class _Loading:
         report_keys(mode, missing, match.unexpected)
         if self.call.device is not None:
             wanted = with_destinations(wanted, self.call.device)
-        tensors = [t for t in nested_values(wanted) if t.key not in match.tied]
+        tensors = [t for t in dict_utils.nested_values(wanted) if t.key not in match.tied]
         arrays = {k: array_of_one_chunk(k, s.shape, s.dtype) for k, s in match.sources.items()}
         plan = plan_reads(tensors, arrays, files.location.url, cast=self.call.cast)
         for one in plan.values():
@@ -370,24 +348,26 @@ class _Loading:
         return [
             (region.array.key, region.box)
             for region in regions
-            if not region.array.key.endswith(SCALE_SUFFIX) and is_scattered(region)
+            if not region.array.key.endswith(SCALE_SUFFIX) and sharing.is_scattered(region)
         ]
 
     def _wanted(self, reports: Sequence[bytes]) -> bytes:
         return pickle.dumps(
-            wanted_by(dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True)))
+            sharing.wanted_by(
+                dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
+            )
         )
 
     def _read(
         self,
         match: _Match,
-        wanted: ShardedStateDict,
+        wanted: mapping.ShardedStateDict,
         plan: ReadPlan,
         files: WeightFiles,
         group: Group,
         blocks: Sequence[Block],
         meter: Meter,
-    ) -> StateDict:
+    ) -> mapping.StateDict:
         """Read the planned regions, and put the tensors into the state dict."""
         arrays = dict(files.arrays)
         shared = _take_out(plan, {(p.key, p.held) for block in blocks for p in block.pieces})
@@ -405,13 +385,13 @@ class _Loading:
         finally:  # the other ranks wait for pieces
             if blocks:
                 meter.expect(sum(region.out.nbytes for region in shared), 0)
-                read_shared(self.ranks, blocks, shared, files.read_range, meter.count)
+                sharing.read_shared(self.ranks, blocks, shared, files.read_range, meter.count)
         if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
             read_chunks(context, _part(plan, scaled=True))
-        tied = {id(t): t.data for t in nested_values(wanted) if t.key in match.tied}
+        tied = {id(t): t.data for t in dict_utils.nested_values(wanted) if t.key in match.tied}
         loaded = assemble(plan, wanted, files.location.url, tied)
-        state = united(match.request.local, loaded)
-        return apply_factory_merges(state, match.request.factories)
+        state = dict_utils.united(match.request.local, loaded)
+        return mapping.apply_factory_merges(state, match.request.factories)
 
 
 class _Match(NamedTuple):
@@ -432,8 +412,10 @@ class _Match(NamedTuple):
 
 def _kept(value: Any) -> Any:
     """Return a value of a state dict; one that is not loaded as one that stays as it is."""
-    is_loaded = isinstance(value, ShardedBase | ShardedTensorFactory | LocalNonpersistentObject)
-    return value if is_loaded else LocalNonpersistentObject(value)
+    is_loaded = isinstance(
+        value, mapping.ShardedBase | mapping.ShardedTensorFactory | mapping.LocalNonpersistentObject
+    )
+    return value if is_loaded else mapping.LocalNonpersistentObject(value)
 
 
 def _memory(entry: Any) -> object:

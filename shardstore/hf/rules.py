@@ -26,12 +26,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardstore.errors import (
-    ArgumentError,
-    DTypeMismatchError,
-    MissingKeyError,
-    ShapeMismatchError,
-)
+from shardstore import errors
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Shape
@@ -122,7 +117,7 @@ def stack(rule: Rule, over: str) -> Rule:
         try:
             while True:
                 found.append(sources.made(rule, {**fields, over: str(len(found))}))
-        except MissingKeyError:
+        except errors.MissingKeyError:
             if not found:
                 raise
         layers = (
@@ -147,7 +142,7 @@ def index(rule: Rule, at: str | int) -> Rule:
         position = int(str(at).format_map(fields))
         if position >= whole.shape[0]:
             key = f"{min(whole.keys)}[{position}]"
-            raise MissingKeyError(f"{key!r} is not stored in {sources.url}", key=key)
+            raise errors.MissingKeyError(f"{key!r} is not stored in {sources.url}", key=key)
 
         def moved(values: Shape, length: int) -> Shape:
             return (length or position, *values)
@@ -172,7 +167,7 @@ def _even(size: int, parts: int, source: Source) -> int:
     """Return the size of one of equal parts."""
     if parts < 1 or size % parts:
         key = sorted(source.keys)[0]
-        raise ShapeMismatchError(
+        raise errors.ShapeMismatchError(
             f"key {key!r} has shape {source.shape}, and {size} elements are not {parts} equal "
             "parts; correct the sizes or groups of the rule",
             key=key,
@@ -215,16 +210,16 @@ class Sources:
         try:
             return self._stored(rule.format_map(fields), fields[""])
         except KeyError as error:
-            if isinstance(error, MissingKeyError):
+            if isinstance(error, errors.MissingKeyError):
                 raise
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"the rule {rule!r} has the field {error}, which its key does not have; a key such "
                 "as 'layers.{layer}.weight' gives the value of {layer}"
             ) from None
 
     def _stored(self, key: str, dtype: str) -> Source:
         if key not in self.arrays:
-            raise MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
+            raise errors.MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
         array, scale = self.arrays[key], self.arrays.get(key + SCALE_SUFFIX)
         if not array.dtype.startswith("float8") or dtype.startswith("float8"):
             return _stored(array)
@@ -258,7 +253,8 @@ def _joined(axis: int, runs: Sequence[tuple[Source, int, int]]) -> Source:
     keys = one.keys.union(*(source.keys for source, _, _ in runs))
     for source, _, _ in runs:
         if (source.dtype, _with(source.shape, axis, 0)) != (one.dtype, _with(one.shape, axis, 0)):
-            kind = ShapeMismatchError if source.dtype == one.dtype else DTypeMismatchError
+            kinds = errors.DTypeMismatchError, errors.ShapeMismatchError
+            kind = kinds[source.dtype == one.dtype]
             raise kind(
                 f"keys {sorted(keys)[:4]} have shapes {one.shape} and {source.shape} and data "
                 f"types {one.dtype} and {source.dtype}, and do not fit together along axis {axis}; "
@@ -312,7 +308,7 @@ def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> 
     edges = (1,) * (len(array.shape) - len(block)) + tuple(block)
     counts = tuple(-(-n // edge) for n, edge in zip(array.shape, edges, strict=False))
     if scale.shape != counts or len(edges) != len(array.shape):
-        raise ShapeMismatchError(
+        raise errors.ShapeMismatchError(
             f"key {array.key!r} of shape {array.shape} in blocks of {block} has {counts} scales, "
             f"but {scale.key!r} has shape {scale.shape}; give dequantize= the shape of a block "
             "(weight_block_size in config.json), or None",

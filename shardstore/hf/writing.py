@@ -20,18 +20,12 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 import numpy as np
 import torch
 
+from shardstore import errors
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
 from shardstore.coverage import Report, join_reports, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import adopt
-from shardstore.errors import (
-    AccessPatternError,
-    ArgumentError,
-    DTypeMismatchError,
-    KeyNameError,
-    SaveInProgressError,
-)
 from shardstore.hf.block_writer import BlockWriter, Source, source_of
 from shardstore.hf.blocks import held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, is_file_name
@@ -228,15 +222,17 @@ class _Arguments:
         """
         target = Location.of(self.place, self.storage_options)
         if is_file_name(target.name):
-            raise target.error(" is the name of a file; give the model's folder", ArgumentError)
+            raise target.error(
+                " is the name of a file; give the model's folder", errors.ArgumentError
+            )
         require_bool("overwrite", self.overwrite)
         require_bool("durable", self.durable)
         require_number("file_bytes", self.file_bytes)
         if self.dtype is not None and self.dtype not in CAST_FROM:
             known = ", ".join(map(str, CAST_FROM))
-            raise ArgumentError(f"dtype={self.dtype!r:.100} must be one of {known}, or None")
+            raise errors.ArgumentError(f"dtype={self.dtype!r:.100} must be one of {known}, or None")
         if not (self.names is None or callable(self.names) or isinstance(self.names, Mapping)):
-            raise ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
+            raise errors.ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
         return target
 
     def name_of(self, key: str) -> str | None:
@@ -245,7 +241,9 @@ class _Arguments:
             return key
         found = self.names(key) if callable(self.names) else self.names.get(key, key)
         if not isinstance(found, str | None) or found == "":
-            raise ArgumentError(f"names gives key {key!r} the name {found!r}; give a text or None")
+            raise errors.ArgumentError(
+                f"names gives key {key!r} the name {found!r}; give a text or None"
+            )
         return found
 
     def documents(self) -> list[tuple[str, bytes]]:
@@ -266,15 +264,17 @@ class _Arguments:
             found = [
                 (n, t.encode() if isinstance(t, str) else bytes(memoryview(t))) for n, t in given
             ]
-        except ArgumentError:  # which is a TypeError too
+        except errors.ArgumentError:  # which is a TypeError too
             raise
         except TypeError:
             text = f"files={self.files!r:.100} must be a list of paths, or name -> text or bytes"
-            raise ArgumentError(text) from None
+            raise errors.ArgumentError(text) from None
         for name, _ in found:
             known = isinstance(name, str) and is_inside(name) and "/" not in name
             if not known or name.startswith(".") or is_file_name(name) or name in COMMITS:
-                raise ArgumentError(f"files has the name {name!r}, which the export does not write")
+                raise errors.ArgumentError(
+                    f"files has the name {name!r}, which the export does not write"
+                )
         return found
 
 
@@ -282,7 +282,7 @@ def _content(path: str) -> bytes:
     folder, _, name = path.rpartition("/")
     data = Location.of(folder or "/").read_if_there(name)
     if data is None:
-        raise ArgumentError(f"files names {path}, which does not exist")
+        raise errors.ArgumentError(f"files names {path}, which does not exist")
     return data
 
 
@@ -339,7 +339,7 @@ class Export(BlockWriter):
     def abort(self) -> None:
         """Stop writing at the next block."""
         text = f"the export to {self.target.url} was aborted; nothing of it is visible"
-        self.failure = self.failure or SaveInProgressError(text, url=self.target.url)
+        self.failure = self.failure or errors.SaveInProgressError(text, url=self.target.url)
 
 
 def _begin(
@@ -382,7 +382,7 @@ def _begin(
         arrays, holders = held_by(reports, ranks.members)
         arrays = [meta for meta in arrays if meta.key not in ties]
         if not arrays:
-            raise target.error(": no rank has a tensor to export; see names=", ArgumentError)
+            raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
         layout = FileLayout.of(arrays, arguments.file_bytes, ties, SINGLE_NAME)
         parts = place.part_bytes(layout)
         blocks = plan_blocks(layout, arrays, holders, ranks.members, parts, place.in_order)
@@ -422,7 +422,7 @@ def _require_same(said: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
     """Raise :class:`AccessPatternError` if the ranks export to different places, or differently."""
     for rank, one in zip(ranks.members, said, strict=True):
         if one != said[0]:
-            raise AccessPatternError(
+            raise errors.AccessPatternError(
                 f"rank {ranks.members[0]} exports to {said[0]} (place, dtype, file_bytes) "
                 f"but rank {rank} to {one}; give every rank the same",
                 rank=rank,
@@ -449,7 +449,7 @@ def tensors_of(state_dict: StateDict) -> list[ShardedTensor]:
             key = dotted(path)
             text = f"key {key!r} is a tensor of layout {value.layout}, or inside of a tuple: only "
             text += "dense tensors in dicts and lists are exported (to_dense() makes one)"
-            raise DTypeMismatchError(text, key=key)
+            raise errors.DTypeMismatchError(text, key=key)
         else:
             left_out.append(dotted(path))
     if left_out:
@@ -472,7 +472,7 @@ def named(
         if (name := name_of(tensor.key)) is None:
             continue
         if keys.setdefault(name, tensor.key) != tensor.key:
-            raise KeyNameError(
+            raise errors.KeyNameError(
                 f"keys {keys[name]!r} and {tensor.key!r} would both have the name {name!r}; "
                 "change names",
                 key=tensor.key,
@@ -495,7 +495,9 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
         DTypeMismatchError: it is not dense memory.
     """
     if tensor.data is None:
-        raise ArgumentError(f"key {tensor.key!r} has no data; give its tensor", key=tensor.key)
+        raise errors.ArgumentError(
+            f"key {tensor.key!r} has no data; give its tensor", key=tensor.key
+        )
     data = plain_tensor(tensor.data, tensor.key)
     dtypes.require_memory(data)
     for box, memory in held_regions(tensor, local_box(tensor), data):

@@ -20,25 +20,10 @@ from itertools import islice, product
 from operator import getitem
 from typing import TYPE_CHECKING, Any, cast
 
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    DamagedCheckpointError,
-    FormatVersionError,
-    IndexRangeError,
-    MissingKeyError,
-    NotACheckpointError,
-)
+from shardstore import errors
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, unlocked_property
 from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
-from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import (
-    ArrayMeta,
-    RootDocument,
-    array_document,
-    parse_array,
-    parse_v2_array,
-)
+from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME
 from shardstore.storage.stores.location import Location, shown
@@ -102,7 +87,7 @@ def _opened(place: Any, options: Mapping[str, Any] | None, attempt: str = "") ->
     stored.refused = {}
     try:
         root = stored.root
-    except NotACheckpointError:
+    except errors.NotACheckpointError:
         if node_type(location) != "array":
             raise
         return _single(location, "zarr.json")
@@ -121,7 +106,7 @@ def _opened(place: Any, options: Mapping[str, Any] | None, attempt: str = "") ->
     return OpenCheckpoint(stored)
 
 
-def _attempt_of(root: RootDocument | None) -> str:
+def _attempt_of(root: documents.RootDocument | None) -> str:
     return "" if root is None else str(root.commit.get("attempt", ""))
 
 
@@ -146,7 +131,7 @@ def _named_options(options: Mapping[str, Any], url: str, above: str = "") -> dic
         elif value is not None:
             wrong = wrong or f" was opened with the storage option {above}{name}"
     if wrong:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"{shown(url)}{wrong}, which may hold a secret, so the opened checkpoint and its "
             "arrays cannot be pickled: give credentials as AWS_* variables or a profile, which the "
             "other process has too, or open it in the other process",
@@ -164,7 +149,7 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
     if name == "zarr.json" and not is_foreign_node(text):
         raise no_checkpoint(location)
     node = location.name
-    parse = parse_array if name == "zarr.json" else parse_v2_array
+    parse = documents.parse_array if name == "zarr.json" else documents.parse_v2_array
     array = parse(node, text, f"{location.url}/{name}")
     assert array is not None
     nothing = dict.fromkeys(("zarr.json", CONFIG_NAME, MANIFEST_NAME, COMMON_STATE_NAME))
@@ -178,9 +163,9 @@ def _require_zarr(location: Location) -> None:
         backend = json.loads(location.read(CONFIG_NAME))["sharded_backend"]
     except (ValueError, KeyError, TypeError, RecursionError):
         wrong = f"/{CONFIG_NAME} is damaged: it names no backend"
-        raise location.error(wrong, NotACheckpointError) from None
+        raise location.error(wrong, errors.NotACheckpointError) from None
     if backend != "zarr":
-        raise NotACheckpointError(
+        raise errors.NotACheckpointError(
             f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
             f"convert it first, `shardstore convert {location.url} TARGET`"
         )
@@ -317,7 +302,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         manifest."""
         try:
             return self.stored.manifest, None
-        except DamagedCheckpointError as error:
+        except errors.DamagedCheckpointError as error:
             return None, str(error)
 
     @unlocked_property
@@ -339,7 +324,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
 
         for meta in self.metas.values():
             if meta.zarr_format != 3 or meta.codecs is None:
-                raise FormatVersionError(
+                raise errors.FormatVersionError(
                     f"{self.url}: key {meta.key!r} is no array that this package saves, and its "
                     "chunks may have other names; read it with zarr",
                     key=meta.key,
@@ -347,11 +332,11 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
                 )
         return references(self.stored.location, self.metas.values())
 
-    def document(self, meta: ArrayMeta) -> bytes:
+    def document(self, meta: documents.ArrayMeta) -> bytes:
         """Return the document of an array."""
         root = self.stored.root
         if meta.places is not None:
-            return array_document(meta).encode()
+            return documents.array_document(meta).encode()
         if root is not None and meta.node in root.texts:
             return root.texts[meta.node]
         return self.stored.location.read(f"{meta.node}/{meta.document_name}")
@@ -372,7 +357,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             read.array = self._as_written(read.array)
         read_decoded(self.stored.location, reads, fill_missing=True)
 
-    def _as_written(self, meta: ArrayMeta) -> ArrayMeta:
+    def _as_written(self, meta: documents.ArrayMeta) -> documents.ArrayMeta:
         """Return the description of an array with the fill value from its own document."""
         if meta.document is not None:
             return meta
@@ -386,8 +371,8 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         lines = aligned(rows, "<<<>")
         if len(self) > SHOWN:
             lines.append(f"... {len(self) - SHOWN:,} more")
-        errors = islice(self.refused.values(), SHOWN)
-        lines += [f"not readable: {clean(str(error))}" for error in errors]
+        refused = islice(self.refused.values(), SHOWN)
+        lines += [f"not readable: {clean(str(error))}" for error in refused]
         total = f"{counted(len(self), 'array')}, {human_bytes(self.nbytes)}"
         return "\n".join([f"{clean(self.url)}: {total}", *lines])
 
@@ -406,7 +391,7 @@ class StoredArray:
         chunks: shape of a chunk.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, meta: ArrayMeta) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, meta: documents.ArrayMeta) -> None:
         self.checkpoint = checkpoint
         self.key = meta.key
         self.meta = meta
@@ -502,7 +487,7 @@ class StoredArray:
         before, after = parts[:at], parts[at + 1 :]
         count = len(before) + len(after)
         if count > self.ndim:
-            raise IndexRangeError(f"{count} indices are too many for {shown}", key=self.key)
+            raise errors.IndexRangeError(f"{count} indices are too many for {shown}", key=self.key)
         full = [slice(None)] * (self.ndim - count)
         out = []
         for axis, part in enumerate([*before, *full, *after]):
@@ -511,13 +496,13 @@ class StoredArray:
                     raise TypeError
                 found = range(self.shape[axis])[part]
             except IndexError:
-                raise IndexRangeError(
+                raise errors.IndexRangeError(
                     f"index {part} is out of range for axis {axis} of {shown}, "
                     f"whose length is {self.shape[axis]}",
                     key=self.key,
                 ) from None
             except (TypeError, ValueError):
-                raise ArgumentError(
+                raise errors.ArgumentError(
                     f"{part!r:.60} is not an index of {shown}: give integers, slices and at most "
                     "one ellipsis, and use other indices on the NumPy array that this returns",
                     key=self.key,
@@ -600,7 +585,7 @@ class StoredObjects(Mapping[str, Any]):
         with self._stored.unless_replaced():
             if (data := self._stored.document(name)) is None:
                 text = f"{url}: the name is listed but is not a file"
-                raise DamagedCheckpointError(text, key=key)
+                raise errors.DamagedCheckpointError(text, key=key)
             self._stored.check_file(name, data)
         return load_file(name, data, url, key)
 
@@ -617,7 +602,7 @@ class StoredObjects(Mapping[str, Any]):
 def _loads_if_there(stored: StoredCheckpoint, name: str) -> dict[str, Any]:
     try:
         found = json.loads(stored.document(name) or b"{}")
-    except (DamagedCheckpointError, ValueError, RecursionError):
+    except (errors.DamagedCheckpointError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -627,12 +612,12 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_KEY else f"{text[:half]}...{text[-half:]}"
 
 
-def array_bytes(meta: ArrayMeta) -> int:
+def array_bytes(meta: documents.ArrayMeta) -> int:
     """Return the bytes of the values of an array, without padding and checksums."""
     return math.prod(meta.shape) * dtypes.itemsize(meta.dtype)
 
 
-def codec_error(location: Location, meta: ArrayMeta) -> FormatVersionError | None:
+def codec_error(location: Location, meta: documents.ArrayMeta) -> errors.FormatVersionError | None:
     """Return the error if nothing here decodes the codecs of an array."""
     if meta.codecs is None:
         # Imported here: TensorStore is needed only for arrays of other programs.
@@ -640,12 +625,12 @@ def codec_error(location: Location, meta: ArrayMeta) -> FormatVersionError | Non
 
         try:
             open_decoded(location, meta)
-        except FormatVersionError as error:
+        except errors.FormatVersionError as error:
             return error
     return None
 
 
-def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
+def missing(key: str, known: Iterable[str], what: str) -> errors.MissingKeyError:
     """Return the error for a missing key. Its text names similar keys.
 
     Args:
@@ -657,12 +642,12 @@ def missing(key: str, known: Iterable[str], what: str) -> MissingKeyError:
     near = get_close_matches(str(key), names, n=3, cutoff=0.5)
     near = near or [name for name in names if str(key).lower() in name.lower()][:3]
     hint = f"did you mean {', '.join(map(clean, near))}?" if near else "`shardstore ls` lists all"
-    return MissingKeyError(f"{key!r} is not {what}; {hint}", key=key)
+    return errors.MissingKeyError(f"{key!r} is not {what}; {hint}", key=key)
 
 
-def no_checkpoint(location: Location) -> CheckpointingException:
+def no_checkpoint(location: Location) -> errors.CheckpointingException:
     """Return the error for a place that is not a checkpoint, such as an array of one."""
-    return location.error(f" is not a checkpoint: {instead(location)}", NotACheckpointError)
+    return location.error(f" is not a checkpoint: {instead(location)}", errors.NotACheckpointError)
 
 
 def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:

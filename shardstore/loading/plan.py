@@ -20,15 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shardstore import errors
 from shardstore.dict_utils import dict_list_map_outplace
-from shardstore.errors import (
-    AccessPatternError,
-    ArgumentError,
-    CheckpointingException,
-    DTypeMismatchError,
-    MissingKeyError,
-    ShapeMismatchError,
-)
 from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,
@@ -157,7 +150,7 @@ def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
                 if _region(tensor) != _region(other):
                     tied.setdefault(id(tensor), other.key)
             elif np.shares_memory(_addresses(data), _addresses(memory)):
-                raise ArgumentError(
+                raise errors.ArgumentError(
                     f"keys {other.key!r} and {tensor.key!r} are to be loaded into tensors of shape "
                     f"{tuple(memory.shape)} and {tuple(data.shape)} that share a part of their "
                     "memory, so that one would overwrite the other; nothing was loaded. Give each "
@@ -205,7 +198,7 @@ def _find_array(
     if meta.shape != tensor.global_shape and not (
         tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)
     ):
-        raise ShapeMismatchError(
+        raise errors.ShapeMismatchError(
             f"Global shape mismatch for key {tensor.key!r}: stored {meta.shape}, expected "
             f"{tensor.global_shape} ({url}); build the model with the stored shape, or set "
             "allow_shape_mismatch=True to cut or zero-pad",
@@ -215,11 +208,13 @@ def _find_array(
     return meta
 
 
-def missing_key(key: str, arrays: Mapping[str, Any], url: str, more: str = "") -> MissingKeyError:
+def missing_key(
+    key: str, arrays: Mapping[str, Any], url: str, more: str = ""
+) -> errors.MissingKeyError:
     """Return the error for a missing key. Its text names similar keys, then says ``more``."""
     close = difflib.get_close_matches(key, arrays, n=3)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "." if more else ""
-    return MissingKeyError(
+    return errors.MissingKeyError(
         f"key {key!r} is not in the checkpoint {url} ({len(arrays)} arrays){hint}{more}",
         key=key,
         url=url,
@@ -240,7 +235,7 @@ def require_cast(
         if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"
-    raise DTypeMismatchError(
+    raise errors.DTypeMismatchError(
         f"key {key!r} is stored as {names[0]} in {url} but asked for as {names[1]}; "
         f"{remedy} load it as {stored} and convert",
         key=key,
@@ -255,7 +250,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     box = local_box(tensor)
     is_whole = box.shape == tensor.global_shape and not any(box.offset)
     if not is_whole and box.size and not is_within(box, tensor.global_shape):
-        raise AccessPatternError(
+        raise errors.AccessPatternError(
             f"key {tensor.key!r}: the shard at offset {box.offset} of shape {box.shape} reaches "
             f"beyond the global shape {tensor.global_shape}; correct global_offset",
             key=tensor.key,
@@ -320,7 +315,7 @@ def _destination(tensor: ShardedTensor) -> TensorRead:
             made = _on_host(tensor)
             return TensorRead(made, made)
         except RuntimeError as error:
-            raise CheckpointingException(
+            raise errors.CheckpointingException(
                 f"key {tensor.key!r} of shape {data_shape(tensor)} and type {tensor.dtype} takes "
                 "more memory than is available: load parts of it, or on more ranks",
                 key=tensor.key,
@@ -361,10 +356,10 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
     else:
         try:
             dtypes.require_memory(tensor)
-        except ArgumentError as error:
-            raise ArgumentError(f"key {key!r} is to be loaded: {error}", key=key) from None
+        except errors.ArgumentError as error:
+            raise errors.ArgumentError(f"key {key!r} is to be loaded: {error}", key=key) from None
         return
-    raise ArgumentError(
+    raise errors.ArgumentError(
         f"key {key!r} is to be loaded into a tensor of shape {tuple(tensor.shape)} {what}; nothing "
         "was loaded. Give a dense tensor (clone() makes one); with data=None or a tensor on the "
         "meta device, the load creates a new one",
@@ -406,14 +401,14 @@ def assemble(
         if id(value) in objects:
             return objects[id(value)]
         if not isinstance(value, ShardedTensor):
-            raise CheckpointingException(
+            raise errors.CheckpointingException(
                 f"{type(value).__name__} among the sharded tensors to load from {url}; the "
                 "common strategy loads other objects"
             )
         read = plan[id(value)]
         if read.tied:
             if not torch.equal(_bits(read.target), _bits(read.result)):
-                raise ArgumentError(
+                raise errors.ArgumentError(
                     f"keys {read.tied!r} and {value.key!r} are loaded into the same memory, and "
                     f"their stored values in {url} differ; give each a tensor of its own (clone() "
                     "makes a copy)",
@@ -486,7 +481,7 @@ def part_of(
             raise TypeError("steps")
         bounds = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
     except (TypeError, ValueError, AttributeError) as error:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"region {given!r} does not fit key {key!r} of shape {shape}: give a list of slices "
             "of whole numbers, without steps, at most one an axis, such as [slice(0, 2)]"
         ) from error

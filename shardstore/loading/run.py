@@ -21,28 +21,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
+from shardstore import coverage, errors, validation
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
-from shardstore.coverage import (
-    Report,
-    are_whole,
-    check_reports,
-    join_reports,
-    keys_of,
-    report_shards,
-)
 from shardstore.dict_utils import Path as StatePath
 from shardstore.dict_utils import dict_list_map_outplace, dotted, shaped_like, united
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import adopt, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims, is_claimed
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    MissingKeyError,
-    RanksError,
-    kind_of_dcp,
-)
 from shardstore.loading.context import LoadContext, find_strategies, read_documents
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
@@ -63,19 +49,12 @@ from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
-from shardstore.validation import (
-    CkptShardedMetadata,
-    StrictHandling,
-    compare_keys,
-    parse_strict_flag,
-    validate_sharded_objects_handling,
-)
 from shardstore.values.torch_values import require_loadable
 
 logger = logging.getLogger(__name__)
 
 StoredMetadata: TypeAlias = Callable[
-    [str | Path, LoadShardedStrategy, LoadCommonStrategy], CkptShardedMetadata
+    [str | Path, LoadShardedStrategy, LoadCommonStrategy], validation.CkptShardedMetadata
 ]
 
 Loaded: TypeAlias = StateDict | tuple[StateDict, set[str], set[str]]
@@ -103,7 +82,7 @@ class LoadRequest:
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None
     validate_access_integrity: bool = True
-    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    strict: str | validation.StrictHandling = validation.StrictHandling.ASSUME_OK_UNEXPECTED
     verify_integrity: bool = False
     process_group: Any = None
     storage_options: Mapping[str, Any] | None = None
@@ -115,14 +94,14 @@ class LoadRequest:
     progress: ProgressCallback | Literal["bar"] | None = None
 
     @property
-    def mode(self) -> StrictHandling:
+    def mode(self) -> validation.StrictHandling:
         """The mode for keys that do not match."""
-        return parse_strict_flag(self.strict)
+        return validation.parse_strict_flag(self.strict)
 
     @property
     def compares_all(self) -> bool:
         """Whether the stored keys are compared with the keys of all ranks together."""
-        return StrictHandling.requires_global_app_metadata(self.mode)
+        return validation.StrictHandling.requires_global_app_metadata(self.mode)
 
     @property
     def device(self) -> torch.device | None:
@@ -130,12 +109,12 @@ class LoadRequest:
         try:
             device = None if self.map_location is None else torch.device(self.map_location)
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"map_location={self.map_location!r:.100} must be a device, as in 'cpu' or "
                 "'cuda:0', or None; without one, new tensors are in host memory"
             ) from error
         if device is not None and device.type == "meta":
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"map_location={self.map_location!r} is a device without memory; "
                 "load_tensors_metadata() returns keys, shapes and data types without loading"
             )
@@ -147,12 +126,12 @@ class LoadRequest:
         require_bool("verify_integrity", self.verify_integrity)
         require_number("exchange_budget_bytes", self.exchange_budget_bytes)
         if self.cast not in (True, False, "warn"):
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"cast={self.cast!r:.100} must be True, False or 'warn'; the state dict names the "
                 "data types"
             )
         if self.share_replicas not in SHARES:
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"share_replicas={self.share_replicas!r} must be 'auto', 'always' or 'never'"
             )
         _ = self.mode, self.map_location is None or self.device  # they raise errors
@@ -220,7 +199,7 @@ def causes(
         kinds: the expected classes of errors.
         what: the operation, for error texts.
     """
-    others = "" if isinstance(problem, RanksError) else None
+    others = "" if isinstance(problem, errors.RanksError) else None
     text = str(problem) if isinstance(problem, kinds) else others
 
     def decide(reports: list[bytes]) -> bytes:
@@ -241,7 +220,7 @@ def _load(request: LoadRequest, ranks: Ranks) -> Loaded:
         location = Location.of(request.checkpoint_dir, request.storage_options)
         if request.progress is not None:
             callback = callback_of(request.progress, shows=ranks.is_coordinator)
-    except ArgumentError as problem:  # every rank raises it
+    except errors.ArgumentError as problem:  # every rank raises it
         location, error = LocalFolder(shown(request.checkpoint_dir)), problem
     what = f"loading {location.url}"
     with metered("load", location.url, callback) as meter, collector_paused():
@@ -254,7 +233,7 @@ def _load(request: LoadRequest, ranks: Ranks) -> Loaded:
                 matched = match_keys(request, ranks, opened)
             with ranks.meet(what), context.stored.unless_replaced():
                 loaded = read_matched(context, matched)
-        except CheckpointingException as problem:
+        except errors.CheckpointingException as problem:
             _name_as_dcp_does(context, problem)
             raise
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
@@ -270,17 +249,17 @@ def _load(request: LoadRequest, ranks: Ranks) -> Loaded:
             seconds=seconds,
             world_size=ranks.world_size,
         )
-    if StrictHandling.requires_returning_mismatch_keys(request.mode):
+    if validation.StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, matched.missing, matched.unexpected
     return loaded
 
 
-def _name_as_dcp_does(context: LoadContext, error: CheckpointingException) -> None:
+def _name_as_dcp_does(context: LoadContext, error: errors.CheckpointingException) -> None:
     """Make an error of a load from DCP's own files DCP's error too, as Megatron-Core raises it."""
-    with suppress(CheckpointingException):
+    with suppress(errors.CheckpointingException):
         config = stored_config(context.stored)
         if config is not None and config.sharded_backend == DCP_BACKEND:
-            error.__class__ = kind_of_dcp(type(error))  # type: ignore[arg-type]
+            error.__class__ = errors.kind_of_dcp(type(error))  # type: ignore[arg-type]
 
 
 # -- the checkpoint, and what is wanted ------------------------------------------------------------
@@ -322,7 +301,7 @@ def open_checkpoint(
     ranks: Ranks,
     location: Location,
     meter: Meter,
-    error: ArgumentError | None,
+    error: errors.ArgumentError | None,
 ) -> Opened:
     """Let one rank read the documents of the checkpoint for all, and check what all ranks want.
     Every rank calls it and waits for all others.
@@ -389,8 +368,8 @@ def _requested(
     if wanted.needs_stored:
         return None
     is_checked = request.validate_access_integrity and documents[CONFIG_FNAME] is not None
-    if is_checked and not are_whole(wanted.items):
-        check_reports([report_shards(wanted.items)], range(1))
+    if is_checked and not coverage.are_whole(wanted.items):
+        coverage.check_reports([coverage.report_shards(wanted.items)], range(1))
     return {item.key for item in wanted.items}
 
 
@@ -407,7 +386,7 @@ class _Report(NamedTuple):
         groups: reports about groups that share the reading.
     """
 
-    shards: Report | None
+    shards: coverage.Report | None
     has_empty: bool
     groups: Sequence[ReadGroup | None] = ()
 
@@ -419,7 +398,7 @@ def _report(request: LoadRequest, wanted: Wanted, *, is_final: bool = False) -> 
     groups = () if is_final else (wanted.group,)
     if wanted.needs_stored and not is_final:
         return _Report(None, has_empty, groups)
-    return _Report(report_shards(wanted.items if compared else ()), has_empty, groups)
+    return _Report(coverage.report_shards(wanted.items if compared else ()), has_empty, groups)
 
 
 def _joined(reports: Sequence[bytes]) -> bytes:
@@ -427,7 +406,7 @@ def _joined(reports: Sequence[bytes]) -> bytes:
     parsed: list[_Report] = [pickle.loads(one) for one in reports]
     shards = [report.shards for report in parsed if report.shards is not None]
     joined = _Report(
-        join_reports(shards) if len(shards) == len(parsed) else None,
+        coverage.join_reports(shards) if len(shards) == len(parsed) else None,
         any(report.has_empty for report in parsed),
         [one for report in parsed for one in report.groups],
     )
@@ -461,9 +440,9 @@ def _checked(request: LoadRequest, ranks: Ranks, reports: Sequence[_Report]) -> 
     """
     shards = [report.shards for report in reports if report.shards is not None]
     if request.validate_access_integrity:
-        check_reports(shards, ranks.members)
+        coverage.check_reports(shards, ranks.members)
     compares = request.compares_all or any(report.has_empty for report in reports)
-    return keys_of(shards) if compares else set()
+    return coverage.keys_of(shards) if compares else set()
 
 
 def _adopted(request: LoadRequest, ranks: Ranks, opened: Opened) -> Opened:
@@ -499,7 +478,7 @@ def _require_nothing_below(empty: Iterable[StatePath], left: set[str], url: str)
     list. Common values there are loaded, but an array needs a layout."""
     for name in map(dotted, filter(None, empty)):
         if found := sorted(key for key in left if key.startswith(f"{name}.")):
-            raise MissingKeyError(
+            raise errors.MissingKeyError(
                 f"the state dict is empty at {name!r}, where {url} has {len(found)} array(s), "
                 f"such as {found[0]!r}; an empty dict or list does not say under which layout to "
                 "load them. Make the tensors first (an optimizer's by "
@@ -541,12 +520,12 @@ def match_keys(request: LoadRequest, ranks: Ranks, opened: Opened) -> Matched:
     common = called(for_common.load_common, context)
     items: ShardedStateDict = {str(number): item for number, item in enumerate(wanted.items)}
     missing, unexpected = set[str](), set[str]()
-    if mode is not StrictHandling.ASSUME_OK_UNEXPECTED:
+    if mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED:
         found = called(
             lambda place: request.stored_metadata(place, for_tensors, for_common).values(), context
         )
         stored = {item.key for item in found} - {COMMON_OBJECT}
-        kept, missing, unexpected = compare_keys(items, mode, requested, stored)
+        kept, missing, unexpected = validation.compare_keys(items, mode, requested, stored)
         if kept is not items:
             keys = {item.key for item in kept.values()}
             wanted = Wanted(wanted.state, ranks, keys)
@@ -567,7 +546,9 @@ def read_matched(context: LoadContext, matched: Matched) -> StateDict:
     with context.together():
         if not matched.for_tensors.can_handle_sharded_objects:
             if not matched.for_common.can_handle_sharded_objects:
-                validate_sharded_objects_handling(matched.for_tensors, matched.for_common)
+                validation.validate_sharded_objects_handling(
+                    matched.for_tensors, matched.for_common
+                )
             objects = {n: one for n, one in tensors.items() if isinstance(one, ShardedObject)}
             tensors = {n: one for n, one in tensors.items() if n not in objects}
             loaded = called(matched.for_common.load_sharded_objects, objects, context)

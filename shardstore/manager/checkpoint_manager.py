@@ -19,16 +19,10 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal, Unpack
 
-from shardstore import hf
+from shardstore import errors, hf
 from shardstore.async_handle import AsyncSave, async_save
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import first_of, group_rank
-from shardstore.errors import (
-    ArgumentError,
-    CheckpointingException,
-    DamagedCheckpointError,
-    NotACheckpointError,
-)
 from shardstore.hf.writing import ExportKeywords
 from shardstore.inspection.verify import Finding, verify
 from shardstore.loading.run import SHOWN, causes
@@ -79,13 +73,13 @@ class AsyncSaveArguments(SaveArguments, total=False):
 
 def _metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     if not isinstance(metrics, Mapping | None):
-        raise ArgumentError(f"metrics={metrics!r:.100} must be a dict of numbers by name")
+        raise errors.ArgumentError(f"metrics={metrics!r:.100} must be a dict of numbers by name")
     found = {}
     for name, value in (metrics or {}).items():
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise ArgumentError(f"metric {name!r}={value!r} must be one number") from None
+            raise errors.ArgumentError(f"metric {name!r}={value!r} must be one number") from None
     return found
 
 
@@ -270,7 +264,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
         def vote() -> Vote:
             if schedule == Schedule(grace_s=schedule.grace_s) and not self._takes_notices:
-                raise ArgumentError(
+                raise errors.ArgumentError(
                     "should_save() needs a rule: give CheckpointManager every=, every_s=, "
                     "interval='continuous' or save_on_signal=True"
                 )
@@ -310,7 +304,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 other.
         """
         if not self._takes_notices:
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"request_save({reason!r:.100}): the ranks do not ask each other for requests. "
                 "Give CheckpointManager save_on_signal=True, or save_on_signal=() for requests "
                 "alone"
@@ -654,13 +648,13 @@ def _candidates(
                 yield step, check(place)
     if damaged:
         texts = "; ".join(f"step {step}: {damaged[step]}" for step in list(damaged)[:SHOWN])
-        raise DamagedCheckpointError(
+        raise errors.DamagedCheckpointError(
             f"no restorable checkpoint below {steps.root.url}: every step is damaged ({texts}). "
             "Verify older copies, or pass a different root to start over",
             url=steps.root.url,
         )
     if wanted is not None:
-        raise NotACheckpointError(
+        raise errors.NotACheckpointError(
             f"there is no step {wanted} below {steps.root.url}; existing steps: "
             f"{', '.join(map(str, infos)) or 'none'}",
             url=steps.place(wanted).url,
@@ -684,9 +678,11 @@ def _agree_on_damage(ranks: Ranks, place: Location, problem: Exception, what: st
         # A flipped bit in a root document without a checksum may change a key, shape or type.
         try:
             StoredCheckpoint(place).check_root()
-        except CheckpointingException as error:
+        except errors.CheckpointingException as error:
             problem = error
-    texts = causes(ranks, problem, (DamagedCheckpointError, NotACheckpointError), what)
+    texts = causes(
+        ranks, problem, (errors.DamagedCheckpointError, errors.NotACheckpointError), what
+    )
     return "; ".join(texts) or None
 
 
@@ -695,7 +691,7 @@ def _damage_of(place: Location, callback: ProgressCallback | None) -> str | None
     findings: list[Finding] = []
     try:
         verify(StoredCheckpoint(place), findings.append, progress=callback)
-    except (DamagedCheckpointError, NotACheckpointError) as error:
+    except (errors.DamagedCheckpointError, errors.NotACheckpointError) as error:
         return str(error)
     texts = [finding.message for finding in findings if finding.severity == "damage"]
     return first_of(texts, SHOWN) or None

@@ -17,25 +17,13 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import xxhash
 
+from shardstore import errors, mapping, validation
 from shardstore.coverage import check_same, digest_of, needing_layouts, report_shards
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt, has_dtensors
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims
-from shardstore.errors import (
-    AccessPatternError,
-    ArgumentError,
-    CheckpointingException,
-    StructureError,
-)
 from shardstore.loading.context import CONTENT_METADATA_KEY
-from shardstore.mapping import (
-    CommonStateDict,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
 from shardstore.saving import plain, replicas
 from shardstore.saving.plain import PlainValues
 from shardstore.saving.session import Agreement, SaveSession, SplitState, Strategies
@@ -49,13 +37,6 @@ from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import AsyncSaveShardedStrategy, called
-from shardstore.validation import (
-    comparable,
-    compare_common,
-    pickled,
-    preprocessed,
-    validate_sharded_objects_handling,
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -72,13 +53,13 @@ class SaveRequest:
     :func:`shardstore.save` describes all others.
     """
 
-    state: ShardedStateDict
+    state: mapping.ShardedStateDict
     checkpoint_dir: str | Path | Location
     ranks: Ranks
     options: SaveOptions = field(default_factory=SaveOptions)
     strategies: Strategies | None
     background: str | None = None
-    preprocess: Callable[[CommonStateDict], StateDict] | None = None
+    preprocess: Callable[[mapping.CommonStateDict], mapping.StateDict] | None = None
     content_metadata: dict[str, Any] | None = None
     verify_integrity: bool = False
     error: BaseException | None = None
@@ -165,7 +146,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     sharded_strategy, common_strategy = strategies = request.strategies
     is_async = isinstance(sharded_strategy, AsyncSaveShardedStrategy)
     if request.background is not None and not is_async:
-        raise CheckpointingException(
+        raise errors.CheckpointingException(
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
             "async_sharded_save out or use another strategy"
         )
@@ -190,13 +171,13 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     )
     if common_strategy is not None and (key := common_strategy.object_key) is not None:
         number = ranks.members.index(ranks.rank)
-        state.shards.append(ShardedObject(key, state.common, (1,), (0,), replica_id=number))
+        state.shards.append(mapping.ShardedObject(key, state.common, (1,), (0,), replica_id=number))
     if checks := options.validate_access_integrity:
         noted = getattr(common_strategy, "notes_objects", False)
         noted = noted and not sharded_strategy.can_handle_sharded_objects
         state.copies = replicas.copies_of(split.found, objects=noted)
     if ranks.world_size > 1:
-        compared = preprocessed(state.common, request.preprocess) if checks else None
+        compared = validation.preprocessed(state.common, request.preprocess) if checks else None
         state.plain = PlainValues.of(split, compared)
     return state
 
@@ -204,11 +185,11 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
 def _with_content(about: About, content: object, split: StateSplit) -> About:
     """Put ``content_metadata`` into the content of the root document and into the common values."""
     if not isinstance(content, dict):
-        raise ArgumentError(f"content_metadata={content!r:.100} must be a dict")
+        raise errors.ArgumentError(f"content_metadata={content!r:.100} must be a dict")
     name, common = CONTENT_METADATA_KEY, split.common
     is_sharded = any(path[0] == name for path, _ in split.shards)
     if is_sharded or not isinstance(common.get(name, {}), dict):
-        raise StructureError(
+        raise errors.StructureError(
             f"content_metadata= would replace the value at {name!r} in the state, which is no dict "
             "of an earlier load; rename that key",
             key=name,
@@ -223,18 +204,21 @@ def write_common(session: SaveSession, state: SplitState) -> None:
     agreed = session.agreed
     if agreed.common and not session.ranks.is_coordinator:
         equal = session.options.replicas == "equal"
-        mine = comparable((state.plain and state.plain.compared) or {})
-        compare_common(mine, agreed.common, session.ranks, equal=equal)
+        mine = validation.comparable((state.plain and state.plain.compared) or {})
+        validation.compare_common(mine, agreed.common, session.ranks, equal=equal)
     if common_strategy is None:
         return
     takes_objects = not sharded_strategy.can_handle_sharded_objects
     if takes_objects and not common_strategy.can_handle_sharded_objects:
-        validate_sharded_objects_handling(sharded_strategy, common_strategy)  # raises an error
+        # It raises an error.
+        validation.validate_sharded_objects_handling(sharded_strategy, common_strategy)
     try:
         if session.failure is None:
             called(common_strategy.save_common, state.common, session)
             if takes_objects:
-                objects = {n: x for n, x in state.by_number.items() if isinstance(x, ShardedObject)}
+                objects = {
+                    n: x for n, x in state.by_number.items() if isinstance(x, mapping.ShardedObject)
+                }
                 called(common_strategy.save_sharded_objects, objects, session)
     except Exception as problem:
         # Raised at the next step of all ranks, in the strategy or at the commit.
@@ -247,7 +231,7 @@ def write_sharded(session: SaveSession, state: SplitState) -> AsyncRequest | Non
     method = "save" if state.background is None else "async_save"
     shards = state.by_number
     if not strategy.can_handle_sharded_objects:
-        shards = {n: x for n, x in shards.items() if isinstance(x, ShardedTensor)}
+        shards = {n: x for n, x in shards.items() if isinstance(x, mapping.ShardedTensor)}
     return cast(AsyncRequest | None, called(getattr(strategy, method), shards, session))
 
 
@@ -414,7 +398,7 @@ class _Desk:
         (first, own), *_ = openings.items()
         for rank, opening in openings.items():
             if opening.place != own.place:
-                raise AccessPatternError(
+                raise errors.AccessPatternError(
                     f"rank {first} saves {own.place} but rank {rank} {opening.place}; give every "
                     "rank the same place and base",
                     rank=rank,
@@ -424,7 +408,7 @@ class _Desk:
         of_values = [opening.plain for opening in openings.values() if opening.plain is not None]
         if state.plain is not None and any(report.has_shards for report in of_values):
             if state.plain.compared is not None:
-                common = pickled(comparable(state.plain.compared))
+                common = validation.pickled(validation.comparable(state.plain.compared))
         elif state.plain is not None and len({report.values for report in of_values}) > 1:
             digests = state.plain.digests
         base = None if state.base is None else read_base(state.base)

@@ -22,14 +22,7 @@ from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, cast
 
-from shardstore.coverage import (
-    Layouts,
-    check_reports,
-    keys_of,
-    merge_layouts,
-    needing_layouts,
-    report_shards,
-)
+from shardstore import coverage
 from shardstore.dict_utils import Path
 from shardstore.distributed.coordinator import Ranks, block_size
 from shardstore.distributed.groups import Members
@@ -422,7 +415,7 @@ def session_of(place: str | os.PathLike[str] | SaveSession) -> SaveSession | Non
     return found if is_here else None
 
 
-def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> Layouts:
+def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> coverage.Layouts:
     """Exchange the layouts of irregular and flattened tensors. If any rank has such tensors, every
     rank calls it and waits for all others.
 
@@ -437,20 +430,22 @@ def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> 
     if not session.agreed.exchange_layouts:
         if session.failure is not None:
             raise session.failure
-        return Layouts()
+        return coverage.Layouts()
     with session.timed("exchange"):
         answer = session.ranks.together(
-            pickle.dumps(report_shards(needing_layouts(tensors))),
+            pickle.dumps(coverage.report_shards(coverage.needing_layouts(tensors))),
             what=session.planning,
             error=session.failure,
             decide=partial(_merged_layouts, session.ranks),
         )
-    return cast(Layouts, pickle.loads(answer))
+    return cast(coverage.Layouts, pickle.loads(answer))
 
 
 def _merged_layouts(ranks: Ranks, reports: list[bytes]) -> bytes:
     """Merge the ranks' layouts. The coordinator calls it."""
-    return pickle.dumps(merge_layouts([pickle.loads(one) for one in reports], ranks.members))
+    return pickle.dumps(
+        coverage.merge_layouts([pickle.loads(one) for one in reports], ranks.members)
+    )
 
 
 def _check_objects(merged: Merged) -> None:
@@ -460,11 +455,11 @@ def _check_objects(merged: Merged) -> None:
     for unique_key, ranks in merged.objects.items():
         for rank in ranks:
             held[rank].append(ShardedObject.empty_from_unique_key(unique_key))
-    reports = [report_shards(objects) for objects in held.values()]
-    if both := keys_of(reports) & {meta.key for meta in merged.arrays}:
+    reports = [coverage.report_shards(objects) for objects in held.values()]
+    if both := coverage.keys_of(reports) & {meta.key for meta in merged.arrays}:
         raise AccessPatternError(
             f"Invalid access pattern: key {min(both)!r} is both a tensor's and a sharded object's; "
             "rename one of them",
             key=min(both),
         )
-    check_reports(reports, [*held])
+    coverage.check_reports(reports, [*held])

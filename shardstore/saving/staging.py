@@ -25,12 +25,7 @@ from shardstore.saving.plan import DevicePart
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import DeviceCopies, host_memory
-from shardstore.storage.runtime.parallel import (
-    default_threads,
-    in_rounds,
-    run_batched,
-    start_thread,
-)
+from shardstore.storage.runtime import parallel
 
 logger = getLogger(__name__)
 
@@ -110,7 +105,7 @@ class Staging:
         budget_bytes: int | None = None,
         threads: int | None = None,
     ) -> None:
-        self._threads = threads or default_threads()
+        self._threads = threads or parallel.default_threads()
         sizes = [_size(item) for item in writes]
         self.arena_bytes, largest = sum(sizes), max(sizes, default=0)
         if budget_bytes is not None and self.arena_bytes > budget_bytes:
@@ -129,10 +124,10 @@ class Staging:
         self._last: list[ChunkWrite] = []
         self._complete = threading.Event()
         self.error: BaseException | None = None
-        rounds = deque(in_rounds(writes, _size, self.arena_bytes))
+        rounds = deque(parallel.in_rounds(writes, _size, self.arena_bytes))
         run = partial(self._run, rounds, write, waits=not overlap)
         if overlap:
-            start_thread(run, name="shardstore-stage", daemon=True)
+            parallel.start_thread(run, name="shardstore-stage", daemon=True)
         else:
             run()
 
@@ -171,7 +166,7 @@ class Staging:
                 else:
                     _copy_bits(data, item.data())
 
-        run_batched(
+        parallel.run_batched(
             jobs,
             work,
             threads=self._threads,

@@ -66,11 +66,6 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
 }
 """Compressing codecs and their configurations; that of blosc also has the item size as
 ``typesize``."""
-_FILL_VALUES: dict[str, Any] = {
-    **{"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]},
-    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), "0x00"),
-}
-"""Fill values by kind or name of data type; 0.0 for others. The bits of all of them are zero."""
 _CHAINS = ((), (CRC32C,), *((name, CRC32C) for name in COMPRESSORS))
 """Codec chains after ``bytes`` that shardstore decodes. TensorStore decodes the others."""
 
@@ -198,7 +193,6 @@ def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[st
 def array_document(meta: ArrayMeta) -> str:
     """Return the text of an array's own document. It is the same on every rank."""
     shape, chunk_shape = meta.grid
-    kind = meta.dtype if meta.dtype in _FILL_VALUES else meta.dtype.rstrip("0123456789")
     document: dict[str, Any]
     if meta.zarr_format == 2:
         document = {
@@ -216,10 +210,9 @@ def array_document(meta: ArrayMeta) -> str:
         ours: dict[str, Any] = {"key": meta.key}
         if meta.shard_shape is not None:
             ours["shard_shape"] = meta.shard_shape
-        fill_value = _FILL_VALUES.get(kind, 0.0)
         if meta.constant is not None:
             ours["constant"] = True
-            fill_value = dtypes.fill_value(meta.dtype, meta.constant)
+        fill_bits = meta.constant or bytes(dtypes.itemsize(meta.dtype))
         document = {
             "zarr_format": 3,
             "node_type": "array",
@@ -227,7 +220,7 @@ def array_document(meta: ArrayMeta) -> str:
             "data_type": meta.dtype,
             "chunk_grid": _named("regular", chunk_shape=chunk_shape),
             "chunk_key_encoding": _named("default", separator=meta.separator),
-            "fill_value": fill_value,
+            "fill_value": dtypes.fill_value(meta.dtype, fill_bits),
             "codecs": _codec_documents(meta.dtype, meta.codecs),
             # xarray requires one length for all axes of the same name, so names have the key.
             "dimension_names": [f"{meta.key}:{axis}" for axis in range(len(shape))],

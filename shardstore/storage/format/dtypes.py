@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from shardstore.errors import ArgumentError, DTypeMismatchError
@@ -125,6 +125,7 @@ def itemsize(name: str) -> int:
         raise
 
 
+@lru_cache(maxsize=256)  # a checkpoint has few data types
 def fill_value(name: str, bits: bytes) -> Any:
     """Return the fill value of a Zarr v3 document that has exactly these bits (core specification
     and registry, "Fill value"): a number where a number keeps them, else hexadecimal digits.
@@ -166,10 +167,10 @@ def bits_of(name: str, value: Any) -> bytes:
             bits = np.array(value, numpy_dtype(name)).tobytes()
         else:
             bits = np.array(float(value)).astype(numpy_dtype(name)).tobytes()
-    except (TypeError, OverflowError) as error:
+        if len(bits) != size:
+            raise ValueError(f"{len(bits)} bytes")
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"fill value {value!r:.60} of {name}") from error
-    if len(bits) != size:
-        raise ValueError(f"fill value {value!r:.60} of {name}")
     return bits
 
 

@@ -21,18 +21,10 @@ import numpy as np
 from shardstore.errors import StorageError
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.manifest import ChunkRecord
-from shardstore.storage.movers import codecs
+from shardstore.storage.movers import codecs, ranges
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.ranges import (
-    GAP_BYTES,
-    REQUESTS,
-    FileBox,
-    Slab,
-    grouped,
-    read_bytes,
-)
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_batched
@@ -91,19 +83,19 @@ class ObjectMover(Mover):
         verifier.finish()
         return verifier.count
 
-    def gap_bytes(self, one: FileBox) -> int:
+    def gap_bytes(self, one: ranges.FileBox) -> int:
         """See :meth:`Mover.gap_bytes`."""
-        return GAP_BYTES
+        return ranges.GAP_BYTES
 
-    def read_slabs(self, slabs: Sequence[Slab], done: ReadDone) -> None:
+    def read_slabs(self, slabs: Sequence[ranges.Slab], done: ReadDone) -> None:
         """See :meth:`Mover.read_slabs`. Near slabs are read with one request, and long ones with
         several at a time."""
 
-        def request(batch: Sequence[list[Slab]]) -> None:
+        def request(batch: Sequence[list[ranges.Slab]]) -> None:
             for group in batch:
                 name, first = group[0][:2]
                 last = max(slab.last for slab in group)
-                data = read_bytes(self.location, name, first, last)
+                data = ranges.read_bytes(self.location, name, first, last)
                 counters.add(bytes_read=len(data))
                 if len(data) != last - first:
                     raise EOFError(f"{name} ends at byte {first + len(data)}")
@@ -112,7 +104,7 @@ class ObjectMover(Mover):
                     slab.out[...] = view_in_chunk(own, slab.out, slab.shape)
                     done(slab.out.nbytes, 0)
 
-        run_batched(list(grouped(slabs)), request, threads=REQUESTS)
+        run_batched(list(ranges.grouped(slabs)), request, threads=ranges.REQUESTS)
 
 
 class _Needs(NamedTuple):
