@@ -26,7 +26,7 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 # Searches are short unless ``./scripts/test --all`` asks for long ones. A slow machine is no error.
 ALL = os.environ.get("SHARDSTORE_TESTS") == "all"
-settings.register_profile("short", deadline=None, max_examples=30)
+settings.register_profile("short", deadline=None, max_examples=20)
 settings.register_profile("long", deadline=None, max_examples=300)
 settings.load_profile("long" if ALL else "short")
 

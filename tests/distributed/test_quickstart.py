@@ -108,6 +108,7 @@ def test_the_view_by_plain_zarr_names_what_differs(folder: Path) -> None:
     assert f"not what was saved: ['{key}']" in seen.stdout
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_others(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # Rank 0 alone compares with the record; rank 1 is then waiting for it in the next step.
     key = _spoil_record(folder)

@@ -216,8 +216,8 @@ def placements_load_otherwise(rank: int, world_size: int, folder: Path) -> None:
     made = dtensor_states.state(world_size, zero=True)
     kinds = list(made)
     saved = list(dtensor_states.placements(4))
-    for shift in range(len(kinds)):
-        # Each saved placement is loaded into each placement that there is here.
+    for shift in range(0, len(kinds), 1 if os.environ.get("SHARDSTORE_TESTS") == "all" else 3):
+        # In a long run, each saved placement is loaded into each placement that there is here.
         pairs = {name: kinds[(i + shift) % len(kinds)] for i, name in enumerate(saved)}
         wanted = {name: dtensor_states.state(world_size, zero=True)[k] for name, k in pairs.items()}
         loaded = shardstore.load({"m": wanted}, place / "ours")

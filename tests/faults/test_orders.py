@@ -343,7 +343,7 @@ def test_every_order_of_two(tmp_path: Path, store: str, actors: tuple[str, ...],
 
 @pytest.mark.skipif("SHARDSTORE_ORDER" in os.environ, reason="one order is asked for")
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("runs", [60, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("runs", [30, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("store", STORES)
 def test_random_orders_of_all(tmp_path: Path, store: str, runs: int) -> None:
     for seed in range(runs):

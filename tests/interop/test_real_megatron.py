@@ -21,7 +21,7 @@ from tests.helpers.processes import run_to_end
 from tests.helpers.ranks_helper import run_ranks
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 Cases = list[tuple[states.Layout, str, Path]]
 """A layout, a backend (for a save) and a place."""
 
@@ -82,7 +82,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("layout", ["tp1dp2", "tp2dp1"])
 def test_megatron_and_we_read_each_others_checkpoints(
     tmp_path: Path, ours: Path, python: Path, layout: str

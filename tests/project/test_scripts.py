@@ -3,6 +3,7 @@ installed, started or measured before."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -70,27 +71,49 @@ def test_benchmark_before_anything_is_installed(arguments: list[str]) -> None:
     assert "BENCH_PYTHON=/no/python" in refused("benchmark", "disk", BENCH_PYTHON="/no/python")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["disk", "--onyl", "x"], "--onyl"),
-        (["disk", "--only", "x"], "unknown: 'x'; known: save-load"),
-        (["disk", "--repeats", 0], "'0' is no whole number of at least 1"),
-        (["disk", "--scale", "nan"], "'nan' is no number above 0"),
-        (["disk", "--ranks", "1,"], "'' is no whole number"),
-        (["disk", "--dir", "/proc/none"], "/proc/none cannot be made"),
-        (["disk", "--json", "/no/folder/x.json"], "there is no folder /no/folder"),
-        (["async", "--only", "x"], "unknown: 'x'"),
-        (["scale", "--json", ROOT], "is a folder: name a file"),
-        (["page", "/no/file.json"], "/no/file.json cannot be read: No such file"),
-        (["page", ROOT / "README.md", "--markdown", "/proc/x.md"], "is not what"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_of_the_benchmark_get_one_line(arguments: list[object], said: str) -> None:
-    line = refused("benchmark", *arguments, BENCH_PYTHON=sys.executable)
-    assert said in line
-    assert line.startswith("scripts/benchmark")
+ARGUMENTS: list[tuple[list[object], str]] = [
+    (["disk", "--onyl", "x"], "--onyl"),
+    (["disk", "--only", "x"], "unknown: 'x'; known: save-load"),
+    (["disk", "--repeats", 0], "'0' is no whole number of at least 1"),
+    (["disk", "--scale", "nan"], "'nan' is no number above 0"),
+    (["disk", "--ranks", "1,"], "'' is no whole number"),
+    (["disk", "--dir", "/proc/none"], "/proc/none cannot be made"),
+    (["disk", "--json", "/no/folder/x.json"], "there is no folder /no/folder"),
+    (["async", "--only", "x"], "unknown: 'x'"),
+    (["scale", "--json", ROOT], "is a folder: name a file"),
+    (["page", "/no/file.json"], "/no/file.json cannot be read: No such file"),
+    (["page", ROOT / "README.md", "--markdown", "/proc/x.md"], "is not what"),
+]
+ANSWERS = """
+import contextlib, io, json, sys
+from bench.__main__ import main
+
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[:] = ["benchmark", *arguments]
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            code = main()
+        except SystemExit as error:
+            code = error.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def test_wrong_arguments_of_the_benchmark_get_one_line() -> None:
+    """One process answers all of them, because it imports the clients first."""
+    given = json.dumps([list(map(str, arguments)) for arguments, _ in ARGUMENTS])
+    where = {**os.environ, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
+    done = run_to_end([sys.executable, "-c", ANSWERS, given], env=where)
+    assert done.returncode == 0, done.stderr
+    answers = map(json.loads, done.stdout.splitlines())
+    for (arguments, said), (code, out, err) in zip(ARGUMENTS, answers, strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), (arguments, err)
+        assert said in err, arguments
+        assert err.startswith("scripts/benchmark"), arguments
+    assert "--onyl" in refused("benchmark", "disk", "--onyl", "x", BENCH_PYTHON=sys.executable)
 
 
 def test_test_knows_its_help_before_it_installs() -> None:

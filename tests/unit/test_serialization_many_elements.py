@@ -14,6 +14,8 @@ import zarr
 import shardstore
 from shardstore.mapping import ShardedTensor
 
+pytestmark = pytest.mark.long
+
 ROWS, COLUMNS = 2**16 + 3, 2**15
 EDGE = 2**31
 """First element of the row at which the count no longer fits."""

@@ -24,6 +24,7 @@ def test_objects_that_were_made_before_are_saved_and_loaded(
     assert (tmp_path / written / "zarr.json").exists() == (written == "zarr")
 
 
+@pytest.mark.long
 def test_a_class_that_was_derived_before_is_an_error() -> None:
     program = """
 import gc, importlib, sys, typing, typing_extensions
