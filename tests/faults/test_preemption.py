@@ -97,6 +97,7 @@ def test_a_signal_to_one_rank_makes_all_save_and_a_resumed_run_is_the_same(tmp_p
         assert torch.equal(one[2], other[2])
 
 
+@pytest.mark.long
 def test_torchrun_passes_its_own_end_on(tmp_path: Path) -> None:
     """As SLURM and Kubernetes end a job: SIGTERM to the launcher, which tells its workers."""
     root = tmp_path / "run" / "checkpoints"
