@@ -59,7 +59,7 @@ def rows_and_flat_ranges(rank: int, world_size: int, folder: Path) -> None:
         ),
     ):
         for options in ({}, {"replica_group": dist.group.WORLD, "share_replicas": "always"}):
-            for budget in (1, 3 * CHUNK, 1 << 28):
+            for budget in (256, 3 * CHUNK, 1 << 28):
                 data.zero_()
                 shardstore.load(
                     {"w": wanted}, place, cast=True, exchange_budget_bytes=budget, **options
