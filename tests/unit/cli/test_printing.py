@@ -61,7 +61,7 @@ def words(command: str, odd: Path, other: Path) -> list[object]:
     return [name, odd, *more, *options]
 
 
-@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("width", [40, pytest.param(80, marks=pytest.mark.long)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_lines_are_as_wide_as_the_terminal(
     odd: Path, other: Path, command: str, width: int
