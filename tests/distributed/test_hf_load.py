@@ -128,7 +128,7 @@ def rows_that_ranks_divide_are_read_once_from_a_store(
             ("/f8.safetensors", {"f8": (values.float() * scaled).bfloat16()}),
             ("/large.safetensors", {k: _counted(shape) for k, shape in large.items()}),
         ):
-            for mesh, placements in meshes:
+            for mesh, placements in meshes if name == "" else meshes[:3]:
                 state = {key: _empty(whole, mesh, placements) for key, whole in expected.items()}
                 if name == "":
                     state["w"] = state["w"].bfloat16()

@@ -16,15 +16,10 @@ from tests.helpers.programs import run_page
 from tests.helpers.trainers import for_bridge, run, whole
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
-# They import more than the others; and a cluster of Ray takes long to start.
-SLOW = {"accelerate", "lightning", "megatron-bridge", "ray", "verl"}
-GUIDES = [
-    pytest.param(page, id=page.stem, marks=[pytest.mark.long] if page.stem in SLOW else [])
-    for page in PAGES
-]
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.long
+@pytest.mark.parametrize("guide", PAGES, ids=lambda page: page.stem)
 def test_guide(
     python: Path,
     guide: Path,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from shardstore.bridge import NEWEST
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
+from tests.helpers.programs import run_text
 from tests.helpers.trainers import for_bridge, run_torchrun, whole
 
 PROGRAM = "bridge_manager.py"
@@ -123,4 +122,4 @@ def test_the_trainer_is_imported_on_the_first_use() -> None:
         "import sys, shardstore.bridge; shardstore.bridge.CheckpointManager; "
         "assert not any(name.startswith('megatron') for name in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ})
+    assert run_text(program).returncode == 0

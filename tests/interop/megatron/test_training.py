@@ -37,6 +37,7 @@ def require_equal(first: Path, second: Path) -> None:
         assert torch.equal(value, other[key]), key
 
 
+@pytest.mark.long
 def test_optimizer_states_move_between_layouts(tmp_path: Path) -> None:
     """The same without CUDA, and without training."""
     train(2, cuda=False, tp=1, pp=1, steps=-1, save=tmp_path / "a")
