@@ -253,8 +253,9 @@ def _joined(axis: int, runs: Sequence[tuple[Source, int, int]]) -> Source:
     keys = one.keys.union(*(source.keys for source, _, _ in runs))
     for source, _, _ in runs:
         if (source.dtype, _with(source.shape, axis, 0)) != (one.dtype, _with(one.shape, axis, 0)):
-            kinds = errors.DTypeMismatchError, errors.ShapeMismatchError
-            kind = kinds[source.dtype == one.dtype]
+            kind: type[errors.CheckpointingException] = errors.ShapeMismatchError
+            if source.dtype != one.dtype:
+                kind = errors.DTypeMismatchError
             raise kind(
                 f"keys {sorted(keys)[:4]} have shapes {one.shape} and {source.shape} and data "
                 f"types {one.dtype} and {source.dtype}, and do not fit together along axis {axis}; "

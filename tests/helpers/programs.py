@@ -1,7 +1,7 @@
 """Runs what a page prints: its programs and its shell commands, in order, in one folder.
 
-Programs find in their environment what torchrun would have put there; torchrun itself starts them
-if another Python is given.
+torchrun starts the first program that wants several ranks, if asked to, and all of them if another
+Python is given; the others find in their environment what torchrun would have put there.
 
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
 reader that must not need torch, ``alone`` for a program that starts ranks itself, ``s3`` for one
@@ -64,6 +64,7 @@ def run_page(
     folder: Path,
     store: Mapping[str, str],
     *,
+    torchrun: bool = False,
     python: str | os.PathLike[str] | None = None,
 ) -> None:
     """Run all blocks; ``store`` is the environment of those that need a bucket, and ``python`` that
@@ -71,7 +72,10 @@ def run_page(
     for number, block in enumerate(blocks(page)):
         environment = dict(store) if block.where == "s3" else {}
         if block.how == "ranks":
-            _program(block, folder / f"block_{number}.py", environment, python)
+            several = block.where.isdecimal() and int(block.where) > 1
+            file, own = folder / f"block_{number}.py", python is not None
+            _program(block, file, environment, own or (torchrun and several), python)
+            torchrun = torchrun and not several
         elif block.how == "run":
             for line in block.text.splitlines():
                 _command(line, folder, environment, python)
@@ -81,6 +85,7 @@ def _program(
     block: Block,
     file: Path,
     environment: Mapping[str, str],
+    torchrun: bool,
     python: str | os.PathLike[str] | None,
 ) -> None:
     program = block.text
@@ -89,10 +94,10 @@ def _program(
     file.write_text(program, encoding="utf-8")
     command = [str(python or sys.executable)]
     ranks = int(block.where) if block.where.isdecimal() else 1
-    if python is not None and block.where not in ("none", "alone"):
+    if torchrun and block.where not in ("none", "alone"):
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc-per-node", str(ranks)]
-    if python is not None or block.where == "none":
+    if torchrun or block.where == "none":
         done = _run([*command, str(file)], file.parent, environment)
     else:
         done = run_forked(file, ranks, environment)

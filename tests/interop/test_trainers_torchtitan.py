@@ -14,7 +14,6 @@ import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.processes import run_to_end
-from tests.helpers.programs import run_text
 from tests.helpers.trainers import run, run_torchrun, whole
 
 PROGRAM = "titan_manager.py"
@@ -33,9 +32,9 @@ def killed(python: Path, asked: dict[str, Any]) -> None:
     assert "SIGKILL" in ended.stderr, ended.stderr[-20000:]
 
 
-def test_the_module_does_not_import_torchtitan() -> None:
+def test_the_module_does_not_import_torchtitan(python: Path) -> None:
     program = "import sys, shardstore.torchtitan; assert 'torchtitan' not in sys.modules"
-    assert run_text(program).returncode == 0
+    assert run_to_end([python, "-c", program]).returncode == 0
 
 
 @pytest.fixture(scope="module")

@@ -91,9 +91,9 @@ def peak_of(work: Callable[[], None]) -> int:
 
 
 GROWTH = {
-    "more arrays": [(4, 30 * n, 20) for n in (1, 2, 4)],
-    "more chunks an array": [(4, 20, 50 * n) for n in (1, 2, 4)],
-    "more ranks": [(8 * n, 10, 50 * n) for n in (1, 2, 4)],
+    "more arrays": [(8, 40 * n, 50) for n in (1, 2, 4)],
+    "more chunks an array": [(8, 20, 100 * n) for n in (1, 2, 4)],
+    "more ranks": [(16 * n, 20, 100 * n) for n in (1, 2, 4)],
 }
 
 
