@@ -70,9 +70,8 @@ def _begin(config: Any) -> None:
     found = getattr(config, "ckpt_format", None)
     if found != FORMAT:
         raise ArgumentError(
-            f"checkpoint.ckpt_format={found!r:.100} must be {FORMAT!r}: Megatron-"
-            "Bridge saves other formats without dist_checkpointing. The format on the disk is the "
-            "one of shardstore.megatron.install"
+            f"checkpoint.ckpt_format={found!r:.100} must be {FORMAT!r}: others are saved without "
+            "dist_checkpointing. shardstore.megatron.install sets the format on the disk"
         )
     megatron.install(megatron.installed())
 

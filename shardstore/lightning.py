@@ -85,12 +85,11 @@ class _Stored(_Strategy):  # type: ignore[misc]
         return Location.of(self.broadcast(path), storage_options or self._storage_options)
 
     def _write(self, place: Location, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
-        def pickled() -> None:
-            if self.global_rank == 0:
-                torch.save(rest, buffer := io.BytesIO())
-                tensors[META] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        def pickled(_: object) -> None:
+            torch.save(rest, buffer := io.BytesIO())
+            tensors[META] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
-        Ranks.current().step(f"pickling {META} for {place.url}", pickled)
+        Ranks.current().together(what=f"pickling {META} for {place.url}", decide=pickled)
         writer = StorageWriter(place.url, overwrite=True, storage_options=place.options)
         if self._is_asynchronous:
             self._background.start(tensors, place.url, storage_writer=writer)
@@ -104,8 +103,7 @@ class _Stored(_Strategy):  # type: ignore[misc]
         that Lightning wrote."""
 
         def meta() -> bytes | None:
-            is_ours = not place.is_local or is_checkpoint(place)
-            if not is_ours:
+            if place.is_local and not is_checkpoint(place):
                 return None
             checkpoint: Any = shardstore.open(place.place)
             return np.asarray(checkpoint[META][...]).tobytes()

@@ -96,13 +96,9 @@ class _Manager(_Verl):  # type: ignore[misc]
             return
         self.previous_global_step = global_step
         place = Location.of(local_path, self.storage_options)
-
-        def work() -> None:
-            if self.rank == 0:
-                self._write_beside(place)
-
         # The configuration comes first, so that the commit says that everything is there.
-        Ranks.current().step(f"writing {BESIDE}/ of {place.url}", work)
+        what = f"writing {BESIDE}/ of {place.url}"
+        Ranks.current().together(what=what, decide=lambda _: self._write_beside(place))
         state = self._state(self.checkpoint_save_contents)
         if "extra" in self.checkpoint_save_contents:
             rng = {**super().get_rng_state()}
@@ -175,11 +171,8 @@ class _Manager(_Verl):  # type: ignore[misc]
         """Write configuration, tokenizer and the code of a custom model."""
         model: Any = getattr(self.model, "_fsdp_wrapped_module", self.model)
         with tempfile.TemporaryDirectory() as folder:
-            for one in (
-                model.config,
-                getattr(model, "generation_config", None),
-                self.processing_class,
-            ):
+            generation = getattr(model, "generation_config", None)
+            for one in (model.config, generation, self.processing_class):
                 if one is not None:
                     one.save_pretrained(folder)
             if getattr(model.config, "auto_map", None):

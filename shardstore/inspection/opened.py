@@ -435,12 +435,9 @@ class StoredArray:
         from shardstore.inspection.kerchunk import open_references
         from shardstore.storage.movers.tensorstore_reader import open_zarr
 
-        if self.meta.places is not None or self.meta.constant is not None:
-            return cast(
-                "zarr.Array[Any]", open_references(self.checkpoint.stored.location, self.meta)
-            )
-        found: zarr.Array[Any] = open_zarr(self.checkpoint.stored.location, self.meta)
-        return found
+        is_plain = self.meta.places is None and self.meta.constant is None
+        opener: Callable[..., Any] = open_zarr if is_plain else open_references
+        return cast("zarr.Array[Any]", opener(self.checkpoint.stored.location, self.meta))
 
     def torch(self) -> torch.Tensor:
         """Read the whole array as a tensor on the CPU."""

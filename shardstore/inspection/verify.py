@@ -9,6 +9,7 @@ import json
 import logging
 import threading
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from shardstore.storage.format.names import (
     key_of,
     object_place,
 )
+from shardstore.storage.format.packs import Place
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import require_number
 from shardstore.storage.runtime.collector import collector_paused
@@ -213,7 +215,7 @@ class _Verification:
         self.result.arrays = len(wanted)
         size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)
         self.meter.expect(size, sum(meta.grid.size for meta in wanted))
-        in_packs: dict[str, list[tuple[ArrayMeta, int]]] = {}
+        in_packs: dict[str, list[tuple[ArrayMeta, int, Place]]] = defaultdict(list)
         for array in wanted:
             if unread := codec_error(self.location, array):
                 # This package writes only codecs that it decodes.
@@ -223,7 +225,8 @@ class _Verification:
                 self.result.arrays -= 1
                 continue
             if array.places is not None:
-                self._sort_into_packs(array, in_packs)
+                for number, place in enumerate(map(array.places.of, range(array.grid.size))):
+                    in_packs[place.name].append((array, number, place))
                 continue
             count, step = array.grid.size, max(1, min(RUN_CHUNKS, RUN_BYTES // array.chunk_bytes))
             with self._reporting("chunk-missing", array.node, array.key):
@@ -428,20 +431,14 @@ class _Verification:
             names = self._names_below(array.node)
             self._check_document(array, names)
             self._check_folder(array, names)
-        mover = Mover.of(self.location)
         for number in range(first, last):
-            self._check_chunk(mover, array, number, array.chunk_name(array.grid.index_at(number)))
+            self._check_chunk(array, number, array.chunk_name(array.grid.index_at(number)))
 
     def _check_chunk(
-        self,
-        mover: Mover,
-        array: ArrayMeta,
-        number: int,
-        name: str,
-        stored: memoryview | None = None,
+        self, array: ArrayMeta, number: int, name: str, stored: memoryview | None = None
     ) -> None:
-        """Verify a chunk in the file ``name``. ``stored``: its bytes, if they were read before."""
-        index, manifest = array.grid.index_at(number), self.manifest
+        """Verify a chunk in the file ``name``. ``stored``: its bytes, if it is packed."""
+        index, manifest, mover = array.grid.index_at(number), self.manifest, Mover.of(self.location)
         read, problem = mover.verify(array, index, manifest, hashes=self.hashes, stored=stored)
         if problem is not None:
             rank = None if manifest is None else manifest.writer(array, index)
@@ -456,34 +453,23 @@ class _Verification:
             self.result.unchecked += not checked
         self.meter.count(array.chunk_bytes, 1)
 
-    def _sort_into_packs(
-        self, array: ArrayMeta, in_packs: dict[str, list[tuple[ArrayMeta, int]]]
-    ) -> None:
-        """Add the chunks of a packed array to those of their packs."""
-        assert array.places is not None
-        for number in range(array.grid.size):
-            in_packs.setdefault(array.places.of(number).name, []).append((array, number))
-
-    def _check_pack(self, name: str, chunks: Sequence[tuple[ArrayMeta, int]]) -> None:
+    def _check_pack(self, name: str, chunks: Sequence[tuple[ArrayMeta, int, Place]]) -> None:
         """Verify a pack as a file, and chunks that lie in it."""
         data: bytes | None = None
         with self._reporting("pack-damaged", name):
             data = self.stored.document(name)
             if not self.root_is_damaged:
                 self.stored.check_file(name, data)
-        mover = Mover.of(self.location)
-        for array, number in chunks:
-            assert array.places is not None
-            _, first, last = array.places.of(number)
+        for array, number, (_, first, last) in chunks:
             stored = None if data is None else memoryview(data)[first:last]
-            self._check_chunk(mover, array, number, name, stored)
+            self._check_chunk(array, number, name, stored)
 
     def _check_document(self, array: ArrayMeta, names: set[str]) -> None:
         """Compare an array's own document with the root's copy."""
         root, name, key = self.root, f"{array.node}/{array.document_name}", array.key
         if root is None or (saved := root.texts.get(array.node)) is None:
             return
-        expected = root.array_documents and array.has_document(packs=root.packs is not None)
+        expected = root.has_document(array)
         if array.document_name not in names and not expected:
             return
         path = f"PATH (key {key!r})"
@@ -516,9 +502,7 @@ class _Verification:
         own = (array.document_name, ".zattrs", ".zarray")
         for name in sorted(names.difference(map(array.chunk_key, indices), own)):
             if array.constant is not None and name.startswith("c"):
-                text = (
-                    f"PATH is beside the constant key {array.key!r}, and zarr reads it: remove it"
-                )
+                text = f"PATH is beside the constant {array.key!r}, and zarr reads it: remove it"
                 self._report("chunk-extra", f"{array.node}/{name}", text, key=array.key)
             elif not object_place(name):
                 text = f"PATH is not a chunk of key {array.key!r}"

@@ -26,14 +26,7 @@ from shardstore.distributed.groups import first_of, group_rank
 from shardstore.hf.writing import ExportKeywords
 from shardstore.inspection.verify import Finding, verify
 from shardstore.loading.run import SHOWN, causes
-from shardstore.manager.schedule import (
-    SIGNALS,
-    Answer,
-    Notices,
-    Schedule,
-    Vote,
-    forget_signals,
-)
+from shardstore.manager.schedule import SIGNALS, Answer, Notices, Schedule, Vote, forget_signals
 from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressArgument, ProgressCallback, callback_of
@@ -152,7 +145,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         every: :meth:`should_save` returns ``True`` for each step that is divisible by this number.
         every_s: and for the first step that ends at least so many seconds after the last save
             began, by the clock of rank 0.
-        interval: with ``"continuous"``, for the first step that ends after the last save ended.
+        interval: with ``"continuous"``, and for the first step that ends after the last save ended.
         save_on_signal: ``True``: and for the step in which a rank receives SIGTERM or SIGUSR1, or
             calls :meth:`request_save`. Other signals may be given as a list; an empty list: only
             requests. :meth:`close` gives the signals back to their earlier handlers, which are
@@ -261,22 +254,17 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             RanksError: another rank failed, died, or did not call it within the deadline.
         """
         schedule, notices, ranks = self._schedule, self._notices, Ranks.of(self._group)
-
-        def vote() -> Vote:
-            if schedule == Schedule(grace_s=schedule.grace_s) and not self._takes_notices:
+        if schedule.every_s is None and schedule.interval is None and not self._takes_notices:
+            if schedule.every is None:
                 raise errors.ArgumentError(
                     "should_save() needs a rule: give CheckpointManager every=, every_s=, "
                     "interval='continuous' or save_on_signal=True"
                 )
-            is_busy = self._handle is not None and not self._handle.done()
-            return Vote(number_of(step), is_busy, notices.pending, notices.age_s)
-
-        by_number = schedule.every_s is None and schedule.interval is None
-        if by_number and not self._takes_notices:
-            return schedule.falls_on(vote().step)
+            return schedule.falls_on(number_of(step))
+        is_busy = self._handle is not None and not self._handle.done()
         _, answer = ranks.step(
             f"asking whether to save step {step!s:.100} below {self.root.url}",
-            vote,
+            lambda: Vote(number_of(step), is_busy, notices.pending, notices.age_s),
             lambda one: json.dumps(one).encode(),
             lambda votes: schedule.decide(votes, ranks.members, monotonic() - self._began),
         )

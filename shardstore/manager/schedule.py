@@ -63,8 +63,7 @@ class Schedule:
         grace_s: seconds between a notice and the end of the process.
 
     Raises:
-        ArgumentError: a value is out of range, or ``interval`` is given with ``every`` or
-            ``every_s``.
+        ArgumentError: a value is out of range.
     """
 
     every: int | None = None
@@ -80,11 +79,6 @@ class Schedule:
                 raise ArgumentError(f"{name}={value!r} must be a number above 0, or None")
         if self.interval not in (None, "continuous"):
             raise ArgumentError(f"interval={self.interval!r} must be 'continuous' or None")
-        if self.interval and (self.every is not None or self.every_s is not None):
-            raise ArgumentError(
-                "interval='continuous' saves whenever the last save is done; leave out every= and "
-                "every_s=, or interval="
-            )
 
     def falls_on(self, step: int) -> bool:
         """Return whether the number of a step alone says that it is saved."""
@@ -132,30 +126,23 @@ class Notices:
     def __init__(self, signals: Iterable[int] = ()) -> None:
         self.pending: str | None = None
         self._when = 0.0
-        self._signals: list[int] = []
-        if isinstance(signals, str) or not isinstance(signals, Iterable):
-            raise ArgumentError(
-                f"save_on_signal={signals!r:.100} must be True, False or a list of signals, such "
-                "as [signal.SIGTERM]"
-            )
-        for number in signals:
-            try:
+        try:
+            for number in signals:
                 before = signal.getsignal(number)
                 if before is not _receive:
                     signal.signal(number, _receive)
                     _before[number] = before
-            except (ValueError, OSError, TypeError) as error:
-                self.close()
-                raise ArgumentError(
-                    f"save_on_signal: {number!r} cannot be received here ({error}). Make the "
-                    "manager in the main thread, or pass save_on_signal=() and call "
-                    "request_save() when the run is to be ended"
-                ) from error
-            self._signals.append(number)
-            _open.setdefault(number, WeakSet()).add(self)
-            if callable(before) and before is not _receive:
-                name = signal.Signals(number).name
-                logger.info("%s: %r is not called while the manager is open", name, before)
+                    if callable(before):
+                        name = signal.Signals(number).name
+                        logger.info("%s: %r is not called while the manager is open", name, before)
+                _open.setdefault(number, WeakSet()).add(self)
+        except (ValueError, OSError, TypeError) as error:
+            self.close()
+            raise ArgumentError(
+                f"save_on_signal={signals!r:.100} must be True, False or signals that this thread "
+                f"can receive, such as [signal.SIGTERM] ({error}). Make the manager in the main "
+                "thread, or pass save_on_signal=() and call request_save() before the run is ended"
+            ) from error
 
     def add(self, notice: str) -> None:
         """Receive a notice. A later one is dropped until :meth:`clear`."""
@@ -174,8 +161,8 @@ class Notices:
     def close(self) -> None:
         """Give the signals back to their earlier handlers, unless another manager waits for them.
         The main thread calls it; elsewhere the next signal does."""
-        for number in self._signals:
-            _open.get(number, WeakSet()).discard(self)
+        for number, listening in list(_open.items()):
+            listening.discard(self)
             _give_back(number)
 
 

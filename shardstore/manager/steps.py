@@ -429,12 +429,9 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "best"):
             require_number(name, getattr(self, name), none=True)
-        if self.keep_for is not None and not (
-            isinstance(self.keep_for, timedelta) and self.keep_for > timedelta(0)
-        ):
-            raise errors.ArgumentError(
-                f"keep_for={self.keep_for!r} must be a timedelta above 0, or None"
-            )
+        span = self.keep_for
+        if span is not None and not (isinstance(span, timedelta) and span > timedelta(0)):
+            raise errors.ArgumentError(f"keep_for={span!r} must be a timedelta above 0, or None")
         if self.keep_if is not None and not callable(self.keep_if):
             raise errors.ArgumentError(f"keep_if={self.keep_if!r:.100} must be a function, or None")
         if self.mode not in ("min", "max"):

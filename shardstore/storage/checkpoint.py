@@ -458,14 +458,8 @@ def root_arrays(location: Location) -> Mapping[str, ArrayMeta]:
     """Return, by key, the arrays that only the root document describes; empty if arrays have
     documents of their own."""
     root = StoredCheckpoint(location).root
-    if root is None:
-        return {}
-    packs = root.packs is not None
-    return {
-        key: array
-        for key, array in root.arrays().items()
-        if not (root.array_documents and array.has_document(packs=packs))
-    }
+    arrays = {} if root is None else root.arrays()
+    return {key: array for key, array in arrays.items() if root and not root.has_document(array)}
 
 
 def create_array(location: Location, meta: ArrayMeta) -> None:

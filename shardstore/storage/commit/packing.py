@@ -64,14 +64,8 @@ class PackingMover:
             done(item, chunk.record)
             if size >= most:
                 write_pack(self.attempt, self.manifest)
-        packs = [] if (pack := close_pack(self.manifest, self.loose)) is None else [pack]
-        self.attempt.put_beside(packs, lambda: self.mover.write(others, done))
-
-
-def close_pack(manifest: RankManifest, from_bytes: int) -> tuple[str, bytes] | None:
-    """Return the manifest's loose pack as a file to write, if it has at least ``from_bytes``."""
-    loose = manifest.loose
-    return manifest.close_pack() if loose is not None and len(loose.body) >= from_bytes else None
+        pack = self.manifest.close_pack(self.loose)
+        self.attempt.put_beside([pack] if pack else [], lambda: self.mover.write(others, done))
 
 
 def write_pack(attempt: Attempt, manifest: RankManifest, *, from_bytes: int = 0) -> bool:
@@ -83,7 +77,6 @@ def write_pack(attempt: Attempt, manifest: RankManifest, *, from_bytes: int = 0)
     Raises:
         StorageError: the store failed.
     """
-    if (pack := close_pack(manifest, from_bytes)) is None:
-        return False
-    attempt.put_all([pack])
-    return True
+    if pack := manifest.close_pack(from_bytes):
+        attempt.put_all([pack])
+    return pack is not None

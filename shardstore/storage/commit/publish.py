@@ -22,7 +22,7 @@ from shardstore.storage.format.manifest import ChunkRecord, RankManifest, conten
 from shardstore.storage.format.merge import Merged, joined, merge
 from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.movers.codecs import constant_records
+from shardstore.storage.movers.codecs import constant_record
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.collector import collector_paused
@@ -135,8 +135,8 @@ def add_array(manifest: RankManifest, meta: ArrayMeta, *, created: bool) -> None
     :meth:`RankManifest.add_array`."""
     manifest.add_array(meta, created=created)
     if created and meta.constant is not None:
-        for index, record in constant_records(meta):
-            manifest.add_chunk(meta, index, record)
+        for index in map(meta.grid.index_at, range(meta.grid.size)):
+            manifest.add_chunk(meta, index, constant_record(meta, index))
 
 
 def write_chunks(

@@ -639,6 +639,10 @@ class RootDocument:
         """The nodes of all arrays, and of groups of other programs."""
         return {*self.texts, *self.packed}
 
+    def has_document(self, array: ArrayMeta) -> bool:
+        """Return whether an array has a document of its own."""
+        return self.array_documents and array.has_document(packs=self.packs is not None)
+
     def used_packs(self, without: Collection[str] = ()) -> set[str]:
         """Return the names of the packs in which a chunk of an array lies. Arrays of the nodes
         ``without`` do not count."""

@@ -56,6 +56,8 @@ MOST_PACKED = 100
 """Maximum compression ratio of the member ``arrays``, beyond 64 KiB of uncompressed text."""
 _PACK_ROW = struct.Struct("<qqQII16s").pack
 _PACK_PLACE = struct.Struct("<qqIQI").pack
+_JOINED = ("arrays", "created", "rows", "running", "packs", "places", "loose")
+"""Members of a report that a joined report has for all of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +162,10 @@ class RankManifest:
         self.places += _PACK_PLACE(number, chunk, len(self.packs) - 1, first, size)
         return len(self.loose.body)
 
-    def close_pack(self) -> tuple[str, bytes] | None:
+    def close_pack(self, from_bytes: int = 0) -> tuple[str, bytes] | None:
         """Return name and content of :attr:`loose` as a file, which the caller must write; ``None``
-        if there is none. It describes the arrays of which it has every chunk."""
-        if self.loose is None:
+        if it does not have ``from_bytes``. It describes the arrays of which it has every chunk."""
+        if self.loose is None or len(self.loose.body) < from_bytes:
             return None
         file = self.packs.index("")
         rows = np.frombuffer(self.places, PLACE)
@@ -212,16 +214,7 @@ class RankManifest:
         if other.others:
             self.files |= other.files  # packs that were written of joined reports
         self.others += other.others or [
-            replace(
-                other,
-                arrays={},
-                created={},
-                rows=bytearray(),
-                running=array("I"),
-                packs=[],
-                places=bytearray(),
-                loose=None,
-            )
+            replace(other, **{name: getattr(RankManifest(0), name) for name in _JOINED})
         ]
 
     def _join_packs(self, other: RankManifest, numbers: list[int]) -> None:

@@ -167,8 +167,7 @@ def _with_places(
     array = np.array([numbers[key] for key in whole.arrays], np.int64)[places["array"]]
     rows = np.zeros(int(starts[-1]), [(name, PLACE[name]) for name in ("file", "first", "size")])
     position = starts[array] + places["chunk"]
-    for name in rows.dtype.names or ():
-        rows[name][position] = places[name]
+    rows[position] = places[["file", "first", "size"]]
     return [
         meta if meta.places is None else replace(meta, places=Places(files, rows[a:b].tobytes()))
         for meta, a, b in zip(metas, starts[:-1], starts[1:], strict=True)

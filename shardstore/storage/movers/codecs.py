@@ -110,14 +110,8 @@ class EncodedChunk:
             yield item
 
 
-def constant_records(array: ArrayMeta) -> Iterator[tuple[tuple[int, ...], ChunkRecord]]:
-    """Yield index and record of each chunk of a constant array, of which nothing is stored."""
-    for index in map(array.grid.index_at, range(array.grid.size)):
-        yield index, constant_record(array, index)
-
-
 def constant_record(array: ArrayMeta, index: tuple[int, ...]) -> ChunkRecord:
-    """Return the record of a chunk of a constant array."""
+    """Return the record of a chunk of a constant array, of which nothing is stored."""
     assert array.constant is not None
     shape, chunk_shape = array.grid.box(index).shape, array.grid.chunk_shape
     return _constant_record(array.dtype, array.constant, chunk_shape, shape)

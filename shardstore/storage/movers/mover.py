@@ -31,7 +31,7 @@ from shardstore.storage.movers.chunks import (
 from shardstore.storage.movers.codecs import BadChunkError, constant_record, constant_value
 from shardstore.storage.movers.packed import read_packed
 from shardstore.storage.movers.ranges import FileBox, Slab, slabs_of
-from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
+from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -141,7 +141,7 @@ class Mover(ABC):
             manifest: the checkpoint's manifest, if it has one.
             hashes: whether to compare the 128-bit hash too, which takes a second pass over the
                 bytes.
-            stored: the stored bytes of the chunk, if they were read before.
+            stored: the stored bytes of a packed chunk; ``None`` if its pack is missing.
 
         Returns:
             Number of bytes read, and the problem; ``None`` if the chunk is intact.
@@ -154,8 +154,10 @@ class Mover(ABC):
         digest = None if rows is None or not hashes else rows.digest[number].tobytes()
         verifier = ChunkVerifier(array, number, 0, array.chunk_bytes, crc=crc, digest=digest)
         try:
-            if array.places is not None or stored is not None:
-                verifier.update(self._packed(array, number) if stored is None else stored)
+            if array.places is not None:
+                if stored is None:
+                    raise FileNotFoundError(name)
+                verifier.update(stored)
                 verifier.finish()
                 return verifier.count, None
             if array.codecs is not None:
@@ -176,15 +178,6 @@ class Mover(ABC):
             if not self.location.is_damage(error):
                 raise
             return 0, BadChunkError("unreadable", f"cannot be read: {_first_line(error)}")
-
-    def _packed(self, array: ArrayMeta, number: int) -> memoryview:
-        """Return the stored bytes of a packed chunk. Raise errors as :meth:`read_discarding`."""
-        assert array.places is not None
-        name, first, last = array.places.of(number)
-        require_stored_size(array, number, last - first)
-        if (data := self.location.read_range(name, first, last)) is None:
-            raise FileNotFoundError(name)
-        return memoryview(data)
 
     @staticmethod
     def _verify_constant(

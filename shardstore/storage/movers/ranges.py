@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
@@ -21,40 +22,22 @@ REQUESTS = 8
 """Concurrent requests for ranges. They use at most 8 times :data:`REQUEST_BYTES` of memory."""
 
 
-class Range(Protocol):
-    """A range of the bytes of a file."""
-
-    @property
-    def name(self) -> str:
-        """Name of the file."""
-
-    @property
-    def first(self) -> int:
-        """The first byte."""
-
-    @property
-    def last(self) -> int:
-        """One past the last byte."""
-
-
-R = TypeVar("R", bound=Range)
+R = TypeVar("R", bound=tuple[Any, ...])
 
 
 def grouped(ranges: Iterable[R], most_bytes: int = REQUEST_BYTES) -> Iterator[list[R]]:
     """Yield the ranges of each request: ranges of a file with small gaps, of ``most_bytes`` in all.
-    A longer range is alone."""
+    A longer range is alone. A range begins with the name of the file, the first byte, and one past
+    the last byte."""
     group: list[R] = []
-    last = 0
-    for one in sorted(ranges, key=lambda one: (one.name, one.first, one.last)):
-        if group and (
-            one.name != group[0].name
-            or one.first - last > GAP_BYTES
-            or one.last - group[0].first > most_bytes
-        ):
+    start = end = 0
+    for one in sorted(ranges, key=itemgetter(0, 1, 2)):
+        name, first, last = one[:3]
+        if group and (name != group[0][0] or first - end > GAP_BYTES or last - start > most_bytes):
             yield group
-            group, last = [], 0
+            group, end = [], 0
         group.append(one)
-        last = max(last, one.last)
+        start, end = group[0][1], max(end, last)
     if group:
         yield group
 

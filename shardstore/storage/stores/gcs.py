@@ -27,23 +27,12 @@ _SECRETS = ("private_key", "client_secret", "refresh_token")
 _TEXTS = ("endpoint_url", "project", "access")
 _FOREIGN = ("key", "secret", "client_kwargs", "config_kwargs", "region_name", "profile")
 """Options of s3fs, which gcsfs would ignore."""
-_KINDS = (
-    *("google.oauth2.credentials", "google.oauth2.service_account"),
-    "google.auth.compute_engine",
-)
-"""Modules of the credentials that TensorStore can use."""
+_KINDS = ("oauth2.credentials", "oauth2.service_account", "auth.compute_engine")
+"""Modules of Google's packages with the credentials that TensorStore can use."""
 _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 _first: dict[str, object] = {}
 """The credentials files when TensorStore was first used."""
-
-
-def _files() -> list[str]:
-    """Return the existing files of default credentials, in the order in which clients look."""
-    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
-    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
-    files = [named, os.path.join(folder, "application_default_credentials.json")]
-    return [file for file in files if os.path.isfile(file)]
 
 
 def surroundings() -> object:
@@ -53,9 +42,12 @@ def surroundings() -> object:
     return variables, _stamps()
 
 
-def _stamps() -> object:
-    stamps = []
-    for file in _files():
+def _stamps() -> list[tuple[Any, ...]]:
+    """Return the existing files of default credentials, in the order in which clients look, with
+    values that change when a file does."""
+    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
+    named, stamps = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""), []
+    for file in (named, os.path.join(folder, "application_default_credentials.json")):
         with suppress(OSError):
             about = os.stat(file)
             stamps.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
@@ -122,11 +114,11 @@ async def settings(fs: Any, url: str) -> GcsSettings:
 
 
 def _unsupported(fs: Any, url: str, endpoint: str) -> str:
-    found, is_default = fs.credentials, bool(_files())
+    found, stamps = fs.credentials, _stamps()
     if found.method == "google_default":
-        follows = type(found.credentials).__module__.startswith(_KINDS)
+        follows = type(found.credentials).__module__.removeprefix("google.").startswith(_KINDS)
     else:  # without a file, TensorStore asks the metadata server, or sends no credentials
-        follows = found.method in ("anon", "cloud") and not is_default
+        follows = found.method in ("anon", "cloud") and not stamps
     reasons = {
         f"an endpoint that is not the one of {ENDPOINT}": endpoint
         != os.environ.get(ENDPOINT, GOOGLE).rstrip("/"),
@@ -139,8 +131,6 @@ def _unsupported(fs: Any, url: str, endpoint: str) -> str:
         "a process that was forked after TensorStore's import": has_forked(),
     }
     why = next((reason for reason, holds in reasons.items() if holds), "")
-    if not why:
-        stamps = _stamps()
-        if _first.setdefault("credentials", stamps) != stamps:
-            return "credentials that changed after its first request"
+    if not why and _first.setdefault("credentials", stamps) != stamps:
+        return "credentials that changed after its first request"
     return why

@@ -28,6 +28,9 @@ THREADS, DOCUMENT_THREADS = 16, 64
 
 logger = logging.getLogger(__name__)
 
+_DRIVERS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+"""TensorStore's drivers, by protocol."""
+
 
 class ObjectPrefix(Location):
     """A prefix of an object store, or of any other store that fsspec knows."""
@@ -39,9 +42,7 @@ class ObjectPrefix(Location):
     @property
     def driver(self) -> str | None:
         """See :attr:`Location.driver`."""
-        return {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(
-            self.url.partition("://")[0]
-        )
+        return _DRIVERS.get(self.url.partition("://")[0])
 
     @property
     def place(self) -> str:
