@@ -58,7 +58,9 @@ make_environment() {
 
 # install_into VENV ARGUMENT...: of pip install.
 install_into() {
-    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "${@:2}" </dev/null
+    # Python compiles what is imported; compiling all of PyTorch here would take longer.
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
+        "${@:2}" </dev/null
 }
 
 # begin_environment NAME LOW HIGH [--force]

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -122,8 +123,8 @@ def convert(
     """
     for name, flag in (("overwrite", overwrite), ("resume", resume), ("verify", verify)):
         require_bool(name, flag)
-    require_number("memory_budget", memory_budget)
-    require_number("file_bytes", file_bytes)
+    for name, number in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
+        require_number(name, number)
     callback_of(progress, shows=False)
     place = Location.of(source, source_options)
     goal = Location.of(target, target_options)
@@ -140,8 +141,9 @@ def convert(
     # Verification needs two buffers of a batch at a time.
     batch_bytes = max(1, memory_budget // 2)
     work = beside.child(f".{goal.name}.convert")
+    built: Target
     if wanted == "shardstore":
-        built: Target = ShardstoreTarget(goal, found, overwrite, batch_bytes)
+        built = ShardstoreTarget(goal, found, overwrite, batch_bytes)
     elif wanted == "safetensors":
         built = SafetensorsTarget(work, goal, file_bytes, batch_bytes)
     else:
@@ -153,78 +155,129 @@ def convert(
     started = perf_counter()
     opened = open_source(place, found)
     if left_out := opened.left_out:
-        shown = ", ".join(map(repr, left_out[:SHOWN]))
-        text = "%s: the index leaves out %d tensor(s), which are not converted: %s"
-        logger.warning(text, place.url, len(left_out), shown)
+        shown, count = ", ".join(map(repr, left_out[:SHOWN])), len(left_out)
+        text = f"the index leaves out {count} tensor(s), which are not converted: {shown}"
+        logger.warning(f"{place.url}: {text}")
+    stages = _Stages(place, goal, opened, built, batch_bytes, progress)
     stamps = [opened.location.stamp(name) for name in opened.roots]
     same = [about, stamps, int(memory_budget), int(file_bytes)]
     journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
-    sources = {built.key_of(key): meta for key, meta in opened.arrays.items()}
-    arrays = [
-        built.array(replace(meta, key=key), opened.boxes(meta.key), batch_bytes)
-        for key, meta in sorted(sources.items())
-    ]
-    if (count := sum(array.grid.size for array in arrays)) > MOST_CHUNKS:
-        raise place.error(
-            f" describes arrays of {count} chunks, more than the {MOST_CHUNKS} that a conversion "
-            "takes: its documents are damaged, or its chunks are much too small",
-            DamagedCheckpointError,
-        )
-    chunks = [(array, array.grid.index_at(i)) for array in arrays for i in range(array.grid.size)]
-    total = sum(map(_chunk_bytes, chunks))
+    # Verified with the source opened anew, because the first object may cache what it read.
+    resumed = stages.run(journal, resume, lambda: open_source(place, found) if verify else None)
+    seconds, total = perf_counter() - started, stages.total
+    count = len(stages.arrays)
+    done = {"tensors": count, "bytes": total, "resumed_bytes": resumed, "verified": verify}
+    text = f"{goal.url}: converted, {total} bytes in {seconds:.3f} s"
+    log_event(logger, "convert", text, url=goal.url, **about, **done, seconds=seconds)
+    return Conversion(found, wanted, count, total, resumed, verify)
 
-    def stage(
-        operation: Operation, left: Sequence[_Chunk], work: Callable[[list[ChunkWrite]], None]
+
+class _Stages:
+    """The stages of a conversion: write every chunk, compare them with the source, publish.
+
+    Args:
+        place: location of the source.
+        goal: location of the target.
+        source: the source.
+        target: the target.
+        batch_bytes: bytes of the chunks that are in memory together.
+        progress: see :func:`convert`.
+
+    Attributes:
+        arrays: the arrays of the target.
+        total: bytes of their chunks.
+
+    Raises:
+        DamagedCheckpointError: the source describes too many chunks.
+    """
+
+    def __init__(
+        self,
+        place: Location,
+        goal: Location,
+        source: Source,
+        target: Target,
+        batch_bytes: int,
+        progress: ProgressArgument,
+    ) -> None:
+        self._place, self._goal, self._source, self._target = place, goal, source, target
+        self._batch_bytes, self._progress = batch_bytes, progress
+        self._sources = {target.key_of(key): meta for key, meta in source.arrays.items()}
+        self.arrays = [
+            target.array(replace(meta, key=key), source.boxes(meta.key), batch_bytes)
+            for key, meta in sorted(self._sources.items())
+        ]
+        if (count := sum(array.grid.size for array in self.arrays)) > MOST_CHUNKS:
+            raise place.error(
+                f" describes arrays of {count} chunks, more than the {MOST_CHUNKS} that a "
+                "conversion takes: its documents are damaged, or its chunks are much too small",
+                DamagedCheckpointError,
+            )
+        self._chunks: list[_Chunk] = [
+            (array, array.grid.index_at(i)) for array in self.arrays for i in range(array.grid.size)
+        ]
+        self.total = sum(map(_chunk_bytes, self._chunks))
+
+    def run(self, journal: _Journal, resume: bool, anew: Callable[[], Source | None]) -> int:
+        """Do all stages. Delete the journal at the end.
+
+        Args:
+            journal: the journal.
+            resume: whether to continue an interrupted conversion.
+            anew: opens the source again to compare the target with it, if it is to be verified.
+
+        Returns:
+            Bytes that an earlier run wrote.
+        """
+        target, extras = self._target, self._source.extras()
+        target.prepare(self.arrays, extras)
+        try:
+            state, known = journal.open()
+            if not resume or known is None or not target.resume(state):
+                journal.start(target.start(state))
+                known = {}
+            receipts = target.begin(self.arrays, extras, known)
+            left = [one for one in self._chunks if (one[0].key, one[1]) not in receipts]
+            self._each("convert", left, partial(self._write, journal, receipts))
+            read_copy = target.finish(receipts)
+            if (source := anew()) is not None:
+                self._each("verify", self._chunks, partial(self._compare, read_copy))
+                for what, expected, stored in target.documents(source.extras()):
+                    if expected != stored:
+                        raise _differs(f"the content of {what!r}", self._place, self._goal)
+            target.publish()
+        except BaseException:
+            target.stop()
+            raise
+        journal.place.delete()
+        return self.total - sum(map(_chunk_bytes, left))
+
+    def _each(
+        self, operation: Operation, left: Sequence[_Chunk], work: Callable[[list[ChunkWrite]], None]
     ) -> None:
         """Read chunks from the source, batch by batch, and do the work of a stage with them."""
-        with metered(operation, goal.url, progress) as meter:
-            meter.expect(total, len(left))
-            meter.count(total - sum(map(_chunk_bytes, left)), 0)
-            for batch in in_rounds(left, _chunk_bytes, batch_bytes):
-                work(_read(batch, opened.read, sources))
+        with metered(operation, self._goal.url, self._progress) as meter:
+            meter.expect(self.total, len(left))
+            meter.count(self.total - sum(map(_chunk_bytes, left)), 0)
+            for batch in in_rounds(left, _chunk_bytes, self._batch_bytes):
+                work(_read(batch, self._source.read, self._sources))
                 meter.count(sum(map(_chunk_bytes, batch)), len(batch))
 
-    def write(batch: list[ChunkWrite]) -> None:
+    def _write(self, journal: _Journal, receipts: Receipts, batch: list[ChunkWrite]) -> None:
+        """Write a batch to the target, and its receipts to the journal."""
         places = [(chunk.array.key, chunk.index) for chunk in batch]
-        written = dict(zip(places, built.write(batch), strict=True))
+        written = dict(zip(places, self._target.write(batch), strict=True))
         journal.add([(*place, receipt) for place, receipt in written.items()])
         receipts.update(written)
 
-    def compare(batch: list[ChunkWrite]) -> None:
+    def _compare(self, read_copy: Read, batch: list[ChunkWrite]) -> None:
+        """Compare a batch of the source with what the target holds, bit for bit."""
         copies = _read([(chunk.array, chunk.index) for chunk in batch], read_copy)
         for chunk, copy in zip(batch, copies, strict=True):
             if not _equal(as_bytes(chunk.data()), as_bytes(copy.data())):
                 what = f"chunk {chunk.index} of key {chunk.array.key!r}"
-                raise _differs(what, place, goal, key=chunk.array.key, chunk=chunk.index)
-
-    extras = opened.extras()
-    built.prepare(arrays, extras)
-    try:
-        state, known = journal.open()
-        if not resume or known is None or not built.resume(state):
-            journal.start(built.start(state))
-            known = {}
-        receipts = built.begin(arrays, extras, known)
-        left = [(array, index) for array, index in chunks if (array.key, index) not in receipts]
-        stage("convert", left, write)
-        read_copy = built.finish(receipts)
-        if verify:
-            stage("verify", chunks, compare)
-            # Open the source anew, because the first object may have cached what it read.
-            for what, expected, stored in built.documents(open_source(place, found).extras()):
-                if expected != stored:
-                    raise _differs(f"the content of {what!r}", place, goal)
-        built.publish()
-    except BaseException:
-        built.stop()
-        raise
-    journal.place.delete()
-    seconds = perf_counter() - started
-    resumed = total - sum(map(_chunk_bytes, left))
-    done = {"tensors": len(arrays), "bytes": total, "resumed_bytes": resumed, "verified": verify}
-    text = f"{goal.url}: converted, {total} bytes in {seconds:.3f} s"
-    log_event(logger, "convert", text, url=goal.url, **about, **done, seconds=seconds)
-    return Conversion(found, wanted, len(arrays), total, resumed, verify)
+                about = {"key": chunk.array.key, "chunk": chunk.index}
+                raise _differs(what, self._place, self._goal, **about)
 
 
 def detect(place: Location) -> str:

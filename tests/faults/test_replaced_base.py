@@ -30,6 +30,8 @@ from shardstore.storage.stores.prefix import ObjectPrefix
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
+pytestmark = pytest.mark.usefixtures("copies_small_objects")
+
 CHUNKS = 6
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=8192, threads=1)
 

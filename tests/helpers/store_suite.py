@@ -566,6 +566,7 @@ class StoreTests:
         wanted = {"w/zarr.json", "w/c.0", "zarr.json", "metadata.json", "manifest.npz", "common.pt"}
         assert names_of(where) == wanted
 
+    @pytest.mark.usefixtures("copies_small_objects")
     @pytest.mark.parametrize("documents", [True, False])
     def test_a_base_with_the_other_kind_of_documents_is_used(
         self, place: Place, documents: bool

@@ -31,6 +31,9 @@ from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import EmbeddedServer, S3Server
 
+pytestmark = pytest.mark.usefixtures("copies_small_objects")
+
+LEAST = ObjectPrefix.least_copied_bytes
 CHUNK = 64 * 1024
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
 Place = Callable[[str], tuple[str, dict[str, Any]]]
@@ -149,11 +152,18 @@ def test_damaged_chunks_of_the_base_are_not_taken_over(
         assert any(f"w0/c.{number}.0" in one and what in one for one in warning.split(";"))
 
 
-def test_tiny_chunks_are_sent(place: Place) -> None:
-    tensors = {f"b{i}": torch.randn(16) for i in range(8)}
-    save(tensors, place("a"))
-    assert save(tensors, place("b"), base=place("a")[0])["chunks_written"] == 8
-    check(tensors, place("b"))
+def test_chunks_that_are_sent_sooner_than_copied_are_sent(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectPrefix, "least_copied_bytes", LEAST)
+    tensors = {"large": torch.randn(LEAST // 4), "small": torch.randn(LEAST // 4 - 2)}
+    first, second = place("a"), place("b")
+    shardstore.save(state_of(tensors), first[0], storage_options=first[1])
+    before = counters.copy()
+    shardstore.save(state_of(tensors), second[0], storage_options=second[1], base=first[0])
+    counted = counters - before
+    assert (counted["chunks_written"], counted["bytes_reused"]) == (1, LEAST + 4)
+    check(tensors, second)
 
 
 def test_a_base_in_another_store_is_sent(

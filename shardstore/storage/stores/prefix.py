@@ -37,7 +37,7 @@ class ObjectPrefix(Location):
 
     copied = "copied"
     copy_requests = 32  # they need no memory for data
-    least_copied_bytes = 4096  # the two requests of a copy cost more than a small object
+    least_copied_bytes = 1024 * 1024  # a small object is sent sooner than the requests of a copy
 
     @property
     def driver(self) -> str | None:

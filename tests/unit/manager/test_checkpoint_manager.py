@@ -358,6 +358,7 @@ def test_a_program_that_ends_leaves_nothing_undone(tmp_path: Path, last: str) ->
     assert ended.stderr == ""
 
 
+@pytest.mark.usefixtures("copies_small_objects")
 def test_a_step_of_a_store_is_the_base_of_the_next(s3_server: S3Server) -> None:
     """By its URL alone: the options are the manager's."""
     place = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
