@@ -42,7 +42,7 @@ from shardstore.storage.stores.location import Location
 
 try:
     from shardstore.storage.movers._copy_crc import read_chunks
-except ImportError:  # no compiler at the installation, or no AVX-512
+except ImportError:  # no compiler at the installation, or no VPCLMULQDQ
     COMPILED = False
 
     def read_chunks(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:

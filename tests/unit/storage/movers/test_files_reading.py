@@ -22,7 +22,7 @@ from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.counters import counters
 
 compiled = pytest.mark.skipif(
-    not files.COMPILED, reason="no compiler at the installation, or no AVX-512"
+    not files.COMPILED, reason="no compiler at the installation, or no VPCLMULQDQ"
 )
 
 
@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
         monkeypatch.setattr(files, "read_chunks", lambda requests: [None] * len(requests))
     elif not files.COMPILED:
-        pytest.skip("no compiler at the installation, or no AVX-512")
+        pytest.skip("no compiler at the installation, or no VPCLMULQDQ")
     return str(request.param)
 
 
