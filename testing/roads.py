@@ -34,8 +34,10 @@ class Road:
         self.calls, self.depth, self._arrived = Counter[CodeType](), 0, False
         walked, self.names = dict[int, FrameType](), dict[str, None]()
 
-        def see(frame: FrameType | None, event: str, _: object) -> None:
+        def see(frame: FrameType | None, event: str, called: object) -> None:
             stack = []
+            if event == "c_call" and getattr(called, "__name__", "") == "read_chunks":
+                self._arrived = True  # the compiled reader
             if event == "call" and frame is not None and _is_ours(frame):
                 self.names[_name(frame.f_code)] = None
                 code, place = frame.f_code, os.path.basename(str(frame.f_locals.get("path")))

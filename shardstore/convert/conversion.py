@@ -162,8 +162,7 @@ def convert(
     stamps = [opened.location.stamp(name) for name in opened.roots]
     same = [about, stamps, int(memory_budget), int(file_bytes)]
     journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
-    # Verified with the source opened anew, because the first object may cache what it read.
-    resumed = stages.run(journal, resume, lambda: open_source(place, found) if verify else None)
+    resumed = stages.run(journal, resume=resume, verify_as=found if verify else None)
     seconds, total = perf_counter() - started, stages.total
     count = len(stages.arrays)
     done = {"tensors": count, "bytes": total, "resumed_bytes": resumed, "verified": verify}
@@ -218,13 +217,13 @@ class _Stages:
         ]
         self.total = sum(map(_chunk_bytes, self._chunks))
 
-    def run(self, journal: _Journal, resume: bool, anew: Callable[[], Source | None]) -> int:
+    def run(self, journal: _Journal, *, resume: bool, verify_as: str | None) -> int:
         """Do all stages. Delete the journal at the end.
 
         Args:
             journal: the journal.
             resume: whether to continue an interrupted conversion.
-            anew: opens the source again to compare the target with it, if it is to be verified.
+            verify_as: format of the source, if the target is to be compared with it.
 
         Returns:
             Bytes that an earlier run wrote.
@@ -240,9 +239,11 @@ class _Stages:
             left = [one for one in self._chunks if (one[0].key, one[1]) not in receipts]
             self._each("convert", left, partial(self._write, journal, receipts))
             read_copy = target.finish(receipts)
-            if (source := anew()) is not None:
+            if verify_as is not None:
                 self._each("verify", self._chunks, partial(self._compare, read_copy))
-                for what, expected, stored in target.documents(source.extras()):
+                # Open the source anew, because the first object may have cached what it read.
+                anew = open_source(self._place, verify_as)
+                for what, expected, stored in target.documents(anew.extras()):
                     if expected != stored:
                         raise _differs(f"the content of {what!r}", self._place, self._goal)
             target.publish()

@@ -129,13 +129,13 @@ class Notices:
         try:
             for number in signals:
                 before = signal.getsignal(number)
+                _open.setdefault(number, WeakSet()).add(self)  # before the first can arrive
                 if before is not _receive:
-                    signal.signal(number, _receive)
                     _before[number] = before
+                    signal.signal(number, _receive)
                     if callable(before):
-                        name = signal.Signals(number).name
-                        logger.info("%s: %r is not called while the manager is open", name, before)
-                _open.setdefault(number, WeakSet()).add(self)
+                        text = "%s: %r is not called while the manager is open"
+                        logger.info(text, _name(number), before)
         except (ValueError, OSError, TypeError) as error:
             self.close()
             raise ArgumentError(
@@ -173,10 +173,15 @@ _before: dict[int, Any] = {}
 def _receive(number: int, frame: FrameType | None) -> None:
     listening = list(_open.get(number, ()))
     for one in listening:
-        one.add(signal.Signals(number).name)
+        one.add(_name(number))
     if not listening:  # all are gone: as if there had been none
         _give_back(number)
         signal.raise_signal(number)
+
+
+def _name(number: int) -> str:
+    known = {int(one): one.name for one in signal.Signals}  # most real-time signals have no name
+    return known.get(number, f"signal {int(number)}")
 
 
 def _give_back(number: int) -> None:

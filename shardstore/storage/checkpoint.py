@@ -458,8 +458,9 @@ def root_arrays(location: Location) -> Mapping[str, ArrayMeta]:
     """Return, by key, the arrays that only the root document describes; empty if arrays have
     documents of their own."""
     root = StoredCheckpoint(location).root
-    arrays = {} if root is None else root.arrays()
-    return {key: array for key, array in arrays.items() if root and not root.has_document(array)}
+    if root is None:
+        return {}
+    return {key: array for key, array in root.arrays().items() if not root.has_document(array)}
 
 
 def create_array(location: Location, meta: ArrayMeta) -> None:

@@ -512,7 +512,8 @@ def test_dcp_reads_what_our_own_save_wrote(saved: Path) -> None:
 def test_dcp_saves_in_a_process_of_its_own(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     shutil.copy(Path(__file__).parents[1] / "helpers" / "dcp_in_a_process.py", program)
-    ended = run_forked(program, 2, {}, str(tmp_path))
+    # Otherwise PyTorch chooses a free port and opens it seconds later, when another may have it.
+    ended = run_forked(program, 2, {"DCP_USE_PREFIX_STORE": "1"}, str(tmp_path))
     assert ended.returncode == 0, ended.stderr[-3000:]
     for step in range(2):
         group = zarr.open_group(str(tmp_path / f"{step}"), mode="r")

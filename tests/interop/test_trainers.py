@@ -12,6 +12,7 @@ import zarr
 import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
+from tests.helpers.processes import run_to_end
 from tests.helpers.programs import run_page
 from tests.helpers.trainers import for_bridge, run, whole
 
@@ -115,6 +116,17 @@ def test_lightning_in_a_store(
         assert whole(f"{parent.url}/{name}", **options)
         stored = shardstore.open(f"{parent.url}/{name}", storage_options=options)
         assert stored[key].shape == (10, 6)
+
+
+def test_the_module_does_not_import_lightning(python: Path) -> None:
+    program = """if True:
+        import sys
+        import shardstore.lightning
+        names = {name.partition(".")[0] for name in sys.modules}
+        assert not names & {"lightning", "lightning_fabric", "pytorch_lightning"}
+        from lightning.fabric.strategies import FSDPStrategy  # it could have been imported
+    """
+    assert run_to_end([python, "-c", program]).returncode == 0
 
 
 @pytest.mark.long

@@ -102,7 +102,7 @@ def _text(place: object) -> str:
         url = None
     if not isinstance(url, str):
         raise ArgumentError(
-            f"the place of a checkpoint must be a path or a URL, not a {type(place).__name__} "
+            f"the place of a checkpoint must be a path or URL, not of type {type(place).__name__} "
             f"({place!r:.100})"
         )
     if not url.strip():

@@ -168,6 +168,37 @@ def test_a_signal_is_never_lost_to_a_manager_that_is_gone(tmp_path: Path) -> Non
     assert signal.getsignal(signal.SIGTERM) is earlier
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, lambda *_: None])
+def test_a_signal_without_a_name_is_received(tmp_path: Path, before: Any) -> None:
+    """As real-time signals, which a scheduler may be told to send."""
+    number = signal.SIGRTMIN + 1
+    kept = signal.signal(number, before)
+    try:
+        with CheckpointManager(tmp_path, save_on_signal=[number]) as manager:
+            os.kill(os.getpid(), number)
+            assert manager.should_save(1)
+            assert manager.notice == f"signal {number}"
+        assert signal.getsignal(number) is before
+    finally:
+        signal.signal(number, kept)
+
+
+def test_a_signal_that_comes_at_once_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    install = signal.signal
+
+    def and_send(number: int, handler: Any) -> Any:
+        found = install(number, handler)
+        os.kill(os.getpid(), number)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", and_send)
+        notices = Notices([signal.SIGUSR1])
+    assert notices.pending == "SIGUSR1"
+    notices.close()
+    assert signal.getsignal(signal.SIGUSR1) is earlier
+
+
 def test_a_handler_that_took_the_signal_later_keeps_it(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, save_on_signal=True)
     later = signal.SIG_IGN
