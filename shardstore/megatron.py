@@ -377,7 +377,7 @@ def _reads_no_old_states() -> bool:
 
 def _is_old(context: LoadContext) -> bool:
     """Return whether a checkpoint has optimizer states that the installed release cannot load."""
-    if not _reads_no_old_states() or not context.stored.has_document(COMMON_STATE_NAME):
+    if not _reads_no_old_states() or not context.stored.has_file(COMMON_STATE_NAME):
         return False
     return _modernise(called(find_strategies(context)[1].load_common, context))
 

@@ -36,7 +36,7 @@ class Road:
 
         def see(frame: FrameType | None, event: str, called: object) -> None:
             stack = []
-            if event == "c_call" and getattr(called, "__name__", "") == "read_chunks":
+            if event == "c_call" and getattr(called, "__name__", "") == "read_chunk_files":
                 self._arrived = True  # the compiled reader
             if event == "call" and frame is not None and _is_ours(frame):
                 self.names[_name(frame.f_code)] = None
@@ -53,7 +53,7 @@ class Road:
                     self.calls[code] += 1
                     self.depth = max(self.depth, len(stack))
                     is_chunk = code.co_name == "write_file" and f"{place}.".startswith("c.")
-                    is_read = code.co_name in ("read_chunks", "read_file")
+                    is_read = code.co_name in ("read_chunk_files", "read_file")
                     self._arrived = is_chunk or (is_read and code.co_filename.endswith("/files.py"))
 
         for watch in (threading.setprofile, sys.setprofile):

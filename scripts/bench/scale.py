@@ -120,7 +120,7 @@ def _reports(world: int, tensors: int, chunks: int) -> list[bytes]:
 def _commit(place: Path, world: int, tensors: int, chunks: int) -> Figures:
     """Everything between the last report and the published checkpoint, on the disk."""
     from shardstore.storage.commit import folder as commit
-    from shardstore.storage.commit.publish import About, publish
+    from shardstore.storage.commit.publish import RootContent, publish
     from shardstore.storage.options import SaveOptions
     from shardstore.storage.stores.location import Location
 
@@ -129,7 +129,7 @@ def _commit(place: Path, world: int, tensors: int, chunks: int) -> Figures:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
-    about = About(common_backend=("torch", 1), world_size=world)
+    about = RootContent(common_backend=("torch", 1), world_size=world)
     begin = time.perf_counter()
     publish(attempt, SaveOptions(), reports, about)
     seconds = time.perf_counter() - begin

@@ -127,12 +127,12 @@ def convert(
         require_number(name, number)
     callback_of(progress, shows=False)
     place = Location.of(source, source_options)
-    goal = Location.of(target, target_options)
-    _require_apart(place, goal)
-    if (beside := goal.parent()) is None:
-        raise goal.error(" is a whole store: name a folder in it as the target", ArgumentError)
+    output = Location.of(target, target_options)
+    _require_apart(place, output)
+    if (beside := output.parent()) is None:
+        raise output.error(" is a whole store: name a folder in it as the target", ArgumentError)
     found = source_format or detect(place)
-    by_name = "safetensors" if goal.name.endswith(".safetensors") else "shardstore"
+    by_name = "safetensors" if output.name.endswith(".safetensors") else "shardstore"
     wanted = target_format or by_name
     formats = ("source_format", found, FORMATS), ("target_format", wanted, TARGET_FORMATS)
     for option, given, known_formats in formats:
@@ -140,34 +140,34 @@ def convert(
             raise ArgumentError(f"{option}={given!r} is not one of {', '.join(known_formats)}")
     # Verification needs two buffers of a batch at a time.
     batch_bytes = max(1, memory_budget // 2)
-    work = beside.child(f".{goal.name}.convert")
+    work = beside.child(f".{output.name}.convert")
     built: Target
     if wanted == "shardstore":
-        built = ShardstoreTarget(goal, found, overwrite, batch_bytes)
+        built = ShardstoreTarget(output, found, overwrite, batch_bytes)
     elif wanted == "safetensors":
-        built = SafetensorsTarget(work, goal, file_bytes, batch_bytes)
+        built = SafetensorsTarget(work, output, file_bytes, batch_bytes)
     else:
         from shardstore.convert.dcp import DcpTarget, MegatronTarget  # imports torch
 
-        built = (DcpTarget if wanted == "dcp" else MegatronTarget)(work, goal)
+        built = (DcpTarget if wanted == "dcp" else MegatronTarget)(work, output)
     about = {"source": place.url, "source_format": found, "target_format": wanted}
-    log_event(logger, "convert_begin", f"{goal.url}: converting", url=goal.url, **about)
+    log_event(logger, "convert_begin", f"{output.url}: converting", url=output.url, **about)
     started = perf_counter()
     opened = open_source(place, found)
     if left_out := opened.left_out:
         shown, count = ", ".join(map(repr, left_out[:SHOWN])), len(left_out)
         text = f"the index leaves out {count} tensor(s), which are not converted: {shown}"
         logger.warning(f"{place.url}: {text}")
-    stages = _Stages(place, goal, opened, built, batch_bytes, progress)
+    stages = _Stages(place, output, opened, built, batch_bytes, progress)
     stamps = [opened.location.stamp(name) for name in opened.roots]
     same = [about, stamps, int(memory_budget), int(file_bytes)]
-    journal = _Journal(beside.child(f".{goal.name}.convert.journal"), json.dumps(same))
+    journal = _Journal(beside.child(f".{output.name}.convert.journal"), json.dumps(same))
     resumed = stages.run(journal, resume=resume, verify_as=found if verify else None)
     seconds, total = perf_counter() - started, stages.total
     count = len(stages.arrays)
     done = {"tensors": count, "bytes": total, "resumed_bytes": resumed, "verified": verify}
-    text = f"{goal.url}: converted, {total} bytes in {seconds:.3f} s"
-    log_event(logger, "convert", text, url=goal.url, **about, **done, seconds=seconds)
+    text = f"{output.url}: converted, {total} bytes in {seconds:.3f} s"
+    log_event(logger, "convert", text, url=output.url, **about, **done, seconds=seconds)
     return Conversion(found, wanted, count, total, resumed, verify)
 
 
@@ -176,7 +176,7 @@ class _Stages:
 
     Args:
         place: location of the source.
-        goal: location of the target.
+        output: location of the target.
         source: the source.
         target: the target.
         batch_bytes: bytes of the chunks that are in memory together.
@@ -193,13 +193,13 @@ class _Stages:
     def __init__(
         self,
         place: Location,
-        goal: Location,
+        output: Location,
         source: Source,
         target: Target,
         batch_bytes: int,
         progress: ProgressArgument,
     ) -> None:
-        self._place, self._goal, self._source, self._target = place, goal, source, target
+        self._place, self._output, self._source, self._target = place, output, source, target
         self._batch_bytes, self._progress = batch_bytes, progress
         self._sources = {target.key_of(key): meta for key, meta in source.arrays.items()}
         self.arrays = [
@@ -228,14 +228,14 @@ class _Stages:
         Returns:
             Bytes that an earlier run wrote.
         """
-        target, extras = self._target, self._source.extras()
-        target.prepare(self.arrays, extras)
+        target, rest = self._target, self._source.rest()
+        target.prepare(self.arrays, rest)
         try:
             state, known = journal.open()
             if not resume or known is None or not target.resume(state):
                 journal.start(target.start(state))
                 known = {}
-            receipts = target.begin(self.arrays, extras, known)
+            receipts = target.begin(self.arrays, rest, known)
             left = [one for one in self._chunks if (one[0].key, one[1]) not in receipts]
             self._each("convert", left, partial(self._write, journal, receipts))
             read_copy = target.finish(receipts)
@@ -243,9 +243,9 @@ class _Stages:
                 self._each("verify", self._chunks, partial(self._compare, read_copy))
                 # Open the source anew, because the first object may have cached what it read.
                 anew = open_source(self._place, verify_as)
-                for what, expected, stored in target.documents(anew.extras()):
+                for what, expected, stored in target.documents(anew.rest()):
                     if expected != stored:
-                        raise _differs(f"the content of {what!r}", self._place, self._goal)
+                        raise _differs(f"the content of {what!r}", self._place, self._output)
             target.publish()
         except BaseException:
             target.stop()
@@ -257,7 +257,7 @@ class _Stages:
         self, operation: Operation, left: Sequence[_Chunk], work: Callable[[list[ChunkWrite]], None]
     ) -> None:
         """Read chunks from the source, batch by batch, and do the work of a stage with them."""
-        with metered(operation, self._goal.url, self._progress) as meter:
+        with metered(operation, self._output.url, self._progress) as meter:
             meter.expect(self.total, len(left))
             meter.count(self.total - sum(map(_chunk_bytes, left)), 0)
             for batch in in_rounds(left, _chunk_bytes, self._batch_bytes):
@@ -278,7 +278,7 @@ class _Stages:
             if not _equal(as_bytes(chunk.data()), as_bytes(copy.data())):
                 what = f"chunk {chunk.index} of key {chunk.array.key!r}"
                 about = {"key": chunk.array.key, "chunk": chunk.index}
-                raise _differs(what, self._place, self._goal, **about)
+                raise _differs(what, self._place, self._output, **about)
 
 
 def detect(place: Location) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipts, values_of
+from shardstore.convert.formats import Arrays, FileTarget, NonTensors, Read, Receipts, values_of
 from shardstore.core import DCP_BACKEND, CheckpointingConfig
 from shardstore.dcp.files import DcpFiles, append, tensor_metadata
 from shardstore.megatron import modernise, modernised_key
@@ -40,13 +40,13 @@ class DcpSource(DcpFiles):
         """Return one box for each stored part."""
         return [part.box for part in self.parts[key]]
 
-    def extras(self) -> Extras:
+    def rest(self) -> NonTensors:
         """Return the common part and sharded objects; values as JSON if they have a JSON form."""
         objects = {key: partial(self.read_unwrapped, key) for key in self.objects}
         if (stored := self.location.read_if_there(COMMON_STATE_NAME)) is not None:
-            return Extras(stored, objects=objects)
+            return NonTensors(stored, objects=objects)
         if common := objects.pop(f"{COMMON_OBJECT}/shard_0_1", None):  # Megatron-Core 0.19
-            return Extras(dump_bytes(common()), objects=objects)
+            return NonTensors(dump_bytes(common()), objects=objects)
         values: dict[str, Any] = {}
         for key in self.objects:
             with suppress(NotPlainError):
@@ -55,7 +55,7 @@ class DcpSource(DcpFiles):
                     values[key] = document
         others = [key for key in self.objects if key not in values]
         found = {f"{key}/shard_0_1": partial(self.read_object, key) for key in others}
-        return Extras(None, StateRecord(self.paths, values), found)
+        return NonTensors(None, StateRecord(self.paths, values), found)
 
 
 class DcpTarget(FileTarget):
@@ -63,18 +63,18 @@ class DcpTarget(FileTarget):
 
     Args:
         work: folder beside a local target; not used for an object store.
-        goal: folder or URL of the finished checkpoint.
+        output: folder or URL of the finished checkpoint.
     """
 
     _last = METADATA_NAME
 
-    def __init__(self, work: Location, goal: Location) -> None:
+    def __init__(self, work: Location, output: Location) -> None:
         ours = rf"__0_\d+\.distcp|{re.escape(METADATA_NAME)}|{re.escape(COMMON_STATE_NAME)}"
-        super().__init__(work, goal, self._last, ours)
+        super().__init__(work, output, self._last, ours)
 
-    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
+    def begin(self, arrays: Arrays, rest: NonTensors, known: Receipts) -> Receipts:
         """Write nothing. Choose file names that an earlier run has not used."""
-        self._arrays, self._extras = arrays, extras
+        self._arrays, self._rest = arrays, rest
         self._next = 1 + max((number for number, _, _ in known.values()), default=-1)
         return known
 
@@ -102,8 +102,8 @@ class DcpTarget(FileTarget):
                 boxes.append(meta.grid.box(index))
                 stored[MetadataIndex(key, boxes[-1].offset)] = receipts[key, index]
             about[key] = tensor_metadata(dtypes.torch_dtype(meta.dtype), meta.shape, boxes)
-            paths[key] = self._extras.record.paths.get(key, (key,))
-        values = list(self._values(self._extras))
+            paths[key] = self._rest.record.paths.get(key, (key,))
+        values = list(self._values(self._rest))
         # A value may be a BytesIO itself, whose content append() would take for a saved value.
         places = self._put([io.BytesIO(dump_bytes(value)) for _, _, value in values])
         for (key, path, _), place in zip(values, places, strict=True):
@@ -114,13 +114,13 @@ class DcpTarget(FileTarget):
         self._files = DcpFiles.parse(self._at, self._metadata)
         return self._files.read
 
-    def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
+    def _values(self, rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
         """Yield key, path and value of each value that is not a tensor."""
-        return values_of(extras)
+        return values_of(rest)
 
-    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
+    def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield key, expected bytes and stored bytes of each value that is not a tensor."""
-        for key, _, value in self._values(extras):
+        for key, _, value in self._values(rest):
             yield key, dump_bytes(value), self._files.object_bytes(key)
 
     def publish(self) -> None:
@@ -144,24 +144,24 @@ class MegatronTarget(DcpTarget):
         """Return the key that current releases use for the tensor."""
         return modernised_key(key)
 
-    def _values(self, extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
+    def _values(self, rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
         """Yield key, path and value of each object, in a list of one as Megatron-Core stores it."""
-        for key, value_of in extras.objects.items():
+        for key, value_of in rest.objects.items():
             yield key, (key,), [value_of()]
 
     def finish(self, receipts: Receipts) -> Read:
         """Write the objects and the common part, and make the metadata."""
-        self._at.write(COMMON_STATE_NAME, self._common(self._extras))
+        self._at.write(COMMON_STATE_NAME, self._common(self._rest))
         return super().finish(receipts)
 
-    def _common(self, extras: Extras) -> bytes:
-        state = extras.common_values() or extras.record.nested(self._goal.url, {})
+    def _common(self, rest: NonTensors) -> bytes:
+        state = rest.common_values() or rest.record.nested(self._output.url, {})
         return dump_bytes(modernise(state))
 
-    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
+    def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected bytes and stored bytes of each object and of the common part."""
-        yield from super().documents(extras)
-        yield COMMON_STATE_NAME, self._common(extras), self._at.read(COMMON_STATE_NAME)
+        yield from super().documents(rest)
+        yield COMMON_STATE_NAME, self._common(rest), self._at.read(COMMON_STATE_NAME)
 
     def publish(self) -> None:
         """Write ``.metadata``, then ``metadata.json``. Raises the errors of

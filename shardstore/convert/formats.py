@@ -2,7 +2,7 @@
 Megatron-Core's zarr backend) as source and target.
 
 A source of each format has ``arrays`` (key -> tensor), ``boxes(key)`` (those of the tensor's stored
-parts), ``read(reads)`` (regions into their destinations), ``extras()`` (the content that is not
+parts), ``read(reads)`` (regions into their destinations), ``rest()`` (the content that is not
 tensors), ``location`` and ``roots`` (names of the documents that change if it is replaced).
 
 A conversion calls the methods of a target in this order:
@@ -12,14 +12,14 @@ A conversion calls the methods of a target in this order:
 - ``resume(state)`` returns whether this run can continue an earlier one, which had this state. If
   not, ``start(left)`` removes the files of the earlier run (``left`` is its state, or ``None``) and
   returns the state of this run, as JSON other than ``None``.
-- ``begin(arrays, extras, known)`` prepares the target for the first chunk; files of an earlier run
+- ``begin(arrays, rest, known)`` prepares the target for the first chunk; files of an earlier run
   stay. ``known`` has the receipts of the chunks that the earlier run wrote. A chunk is written
   before its receipt, and the comparison at the end finds a damaged chunk. It returns the receipts
   of the chunks that are not written again.
 - ``write(chunks)`` writes chunks and returns their receipts, in the same order.
 - ``finish(receipts)`` completes the files, and returns a function that reads regions of them.
-- ``documents(extras)`` yields name, expected content and stored content of the files other than
-  chunks, or of parts of files. ``extras`` was read anew from the source.
+- ``documents(rest)`` yields name, expected content and stored content of the files other than
+  chunks, or of parts of files. ``rest`` was read anew from the source.
 - ``publish()`` moves the finished checkpoint to the target. After an error at any step, ``stop()``
   releases resources.
 """
@@ -41,7 +41,7 @@ import msgspec
 from shardstore.errors import CheckpointExistsError, CheckpointingException, damaged
 from shardstore.inspection import opened
 from shardstore.storage.commit import checkpoints
-from shardstore.storage.commit.publish import About, Files, publish
+from shardstore.storage.commit.publish import Files, RootContent, publish
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Grid, grid_of, plan_grid
@@ -65,7 +65,7 @@ Read = Callable[[Sequence[RegionRead]], None]
 
 
 @dataclass
-class Extras:
+class NonTensors:
     """The content of a checkpoint besides its tensors.
 
     Attributes:
@@ -104,7 +104,7 @@ class Target:
         """Return the key of a tensor in the target."""
         return key
 
-    def prepare(self, arrays: Arrays, extras: Extras) -> None:
+    def prepare(self, arrays: Arrays, rest: NonTensors) -> None:
         """Check, before anything is written, that the format takes the content of the source."""
 
     def stop(self) -> None:
@@ -118,7 +118,7 @@ class FileTarget(Target):
 
     Args:
         work: folder beside a local target.
-        goal: path or URL of the finished checkpoint.
+        output: path or URL of the finished checkpoint.
         last: name of the file that completes it; "" if the target is a single file.
         ours: pattern of the names of the other files.
 
@@ -126,11 +126,11 @@ class FileTarget(Target):
         CheckpointExistsError: the target exists and is not an empty folder.
     """
 
-    def __init__(self, work: Location, goal: Location, last: str, ours: str) -> None:
-        if not goal.is_free(last):
-            raise _exists(goal)
-        self._at = goal.staging(work, last)
-        self._goal, self._ours = goal, ours
+    def __init__(self, work: Location, output: Location, last: str, ours: str) -> None:
+        if not output.is_free(last):
+            raise _exists(output)
+        self._at = output.staging(work, last)
+        self._output, self._ours = output, ours
 
     def start(self, left: Any) -> Any:
         """Remove the files of an earlier run.
@@ -161,38 +161,38 @@ class FileTarget(Target):
         Raises:
             CheckpointExistsError: the target has appeared meanwhile.
         """
-        if self._at is not self._goal:
+        if self._at is not self._output:
             self._at.write(last, data)
             self.put_in_place(self._at)
         elif not self._at.create(last, data):
-            raise _exists(self._goal)
+            raise _exists(self._output)
 
     def put_in_place(self, made: Location) -> None:
         """Rename or copy a finished folder or file to the target. Raises the errors of
         :meth:`complete`."""
-        with store_errors("putting the result at", self._goal.url):
-            if self._goal.is_dir() and not self._goal.listing():
-                self._goal.path.rmdir()
-            if self._goal.exists():
-                raise _exists(self._goal)
-            self._goal.publish(made)
+        with store_errors("putting the result at", self._output.url):
+            if self._output.is_dir() and not self._output.listing():
+                self._output.path.rmdir()
+            if self._output.exists():
+                raise _exists(self._output)
+            self._output.publish(made)
 
 
-def _exists(goal: Location, what: str = "") -> CheckpointingException:
-    return goal.error(f" already exists{what}; convert to another target", CheckpointExistsError)
+def _exists(output: Location, what: str = "") -> CheckpointingException:
+    return output.error(f" already exists{what}; convert to another target", CheckpointExistsError)
 
 
-def values_of(extras: Extras) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
+def values_of(rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
     """Yield ``(key, path, value)`` of each value that is not a tensor."""
-    for name, value in extras.common_values().items():
+    for name, value in rest.common_values().items():
         for names, leaf in _leaves(value, (str(name),)):
             yield ".".join(names), names, leaf
-    for key in extras.record.values:
-        path = extras.record.paths.get(key, (key,))
-        yield key, path, extras.record.value(key, "the source")
-    for unique_key, value_of in extras.objects.items():
-        key = unique_key if extras.common is not None else unique_key.rpartition("/")[0]
-        yield key, extras.record.paths.get(key, (key,)), value_of()
+    for key in rest.record.values:
+        path = rest.record.paths.get(key, (key,))
+        yield key, path, rest.record.value(key, "the source")
+    for unique_key, value_of in rest.objects.items():
+        key = unique_key if rest.common is not None else unique_key.rpartition("/")[0]
+        yield key, rest.record.paths.get(key, (key,)), value_of()
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -204,15 +204,15 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
         yield path, value
 
 
-def record_of(extras: Extras, level: int = logging.WARNING) -> StateRecord:
+def record_of(rest: NonTensors, level: int = logging.WARNING) -> StateRecord:
     """Return the values that have a JSON form, for formats that store little besides tensors.
 
     Other values, and tensors among the common values, are left out; a log record names them.
     """
     values: dict[str, Any] = {}
     left_out: list[str] = []
-    paths: dict[str, Any] = dict(extras.record.paths)
-    for key, path, value in values_of(extras):
+    paths: dict[str, Any] = dict(rest.record.paths)
+    for key, path, value in values_of(rest):
         torch = sys.modules.get("torch")  # without it no value is a tensor
         try:
             if torch is not None and isinstance(value, torch.Tensor):
@@ -251,20 +251,20 @@ class ZarrSource:
         grid = min(shards, meta.grid, key=lambda grid: grid.size)
         return [grid.box(grid.index_at(i)) for i in range(grid.size)]
 
-    def extras(self) -> Extras:
+    def rest(self) -> NonTensors:
         """Return the common part as stored, and the sharded objects."""
         ckpt = self._ckpt
         attributes = {name: v for name, v in ckpt.attrs.items() if name != "shardstore"}
         # The files that a record names are listed with the sharded objects.
         objects = {key: partial(ckpt.objects.__getitem__, key) for key in ckpt.objects}
         if record := StateRecord.from_root(ckpt.attrs, ckpt.url):
-            return Extras(None, record, objects, attributes)
+            return NonTensors(None, record, objects, attributes)
         if (common := ckpt.stored.document(COMMON_STATE_NAME)) is not None:
             from shardstore.strategies.common import require_same_content  # imports torch
 
             ckpt.stored.check_file(COMMON_STATE_NAME, common)
             require_same_content(ckpt.stored, common)
-        return Extras(common, objects=objects, attributes=attributes)
+        return NonTensors(common, objects=objects, attributes=attributes)
 
 
 class ShardstoreTarget(Target):
@@ -273,28 +273,28 @@ class ShardstoreTarget(Target):
     A later run continues the attempt unless another writer has claimed the target.
 
     Args:
-        goal: path or URL of the finished checkpoint.
+        output: path or URL of the finished checkpoint.
         source: name of the source's format, for the commit record.
         overwrite: replace a checkpoint at the target.
         budget_bytes: memory for chunks that are being written.
     """
 
-    def __init__(self, goal: Location, source: str, overwrite: bool, budget_bytes: int) -> None:
-        self._goal, self._source = goal, source
+    def __init__(self, output: Location, source: str, overwrite: bool, budget_bytes: int) -> None:
+        self._output, self._source = output, source
         self._options = SaveOptions(overwrite=overwrite, budget_bytes=budget_bytes)
         self._manifest = RankManifest(0)
         self._started = perf_counter()
 
     def start(self, left: Any) -> Any:
         """Abandon the attempt of an earlier run, begin a new one, and return its id."""
-        if left is not None and (old := checkpoints.resumed(self._goal, left, self._options)):
+        if left is not None and (old := checkpoints.resumed(self._output, left, self._options)):
             old.abandon()
-        self._attempt = checkpoints.begin(self._goal, self._options)
+        self._attempt = checkpoints.begin(self._output, self._options)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:
         """Continue the attempt if it exists and owns the target; return whether it does."""
-        found = checkpoints.resumed(self._goal, state, self._options)
+        found = checkpoints.resumed(self._output, state, self._options)
         if found is not None:
             self._attempt = found
         return found is not None
@@ -307,29 +307,29 @@ class ShardstoreTarget(Target):
         shards = None if straddled else edges
         return ArrayMeta(meta.key, node_name(meta.key), grid, meta.dtype, shard_shape=shards)
 
-    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
+    def begin(self, arrays: Arrays, rest: NonTensors, known: Receipts) -> Receipts:
         """Write the common part and the sharded objects."""
-        self._extras, self._arrays = extras, {meta.key: meta for meta in arrays}
+        self._rest, self._arrays = rest, {meta.key: meta for meta in arrays}
         files = Files(self._attempt, self._manifest, self._options.budget_bytes)
         files.add_arrays([(meta, True) for meta in arrays], documents=False)
-        for name, data in self._files(extras):
+        for name, data in self._files(rest):
             files.put(name, data)
         files.flush()
         return known
 
-    def _files(self, extras: Extras) -> Iterator[tuple[str, bytes]]:
+    def _files(self, rest: NonTensors) -> Iterator[tuple[str, bytes]]:
         """Yield names and contents of ``common.pt`` and of the sharded objects' files."""
-        if extras.common is not None:
-            yield COMMON_STATE_NAME, extras.common
-        if extras.objects:
+        if rest.common is not None:
+            yield COMMON_STATE_NAME, rest.common
+        if rest.objects:
             from shardstore.mapping import ShardedObject
             from shardstore.strategies.common import object_document
 
-            for key, value in extras.objects.items():
+            for key, value in rest.objects.items():
                 sharded = ShardedObject.empty_from_unique_key(key)
                 sharded.data = value()
                 # With a JSON record, the objects may be values that are too long for it.
-                yield object_document(sharded, as_json=extras.common is None)
+                yield object_document(sharded, as_json=rest.common is None)
 
     def write(self, chunks: Sequence[ChunkWrite]) -> list[Any]:
         """Write chunks and return their manifest records as receipts."""
@@ -348,30 +348,30 @@ class ShardstoreTarget(Target):
             self._manifest.add_chunk(self._arrays[key], index, record)
         return Mover.of(self._attempt.location, self._options).read
 
-    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
+    def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected bytes and stored bytes of each file, and of the root document's
         record, which the commit writes."""
-        for name, data in self._files(extras):
+        for name, data in self._files(rest):
             yield name, data, self._attempt.location.read_range(name) or b""
-        wanted, own = (json.dumps(_record(one)).encode() for one in (extras, self._extras))
+        wanted, own = (json.dumps(_record(one)).encode() for one in (rest, self._rest))
         yield "zarr.json", wanted, own
 
     def publish(self) -> None:
         """Write the root document and commit."""
-        extras = self._extras
+        rest = self._rest
         record: dict[str, Any] = {"converted_from": self._source}
         backend = ("torch", 1)
-        if extras.common is None:
+        if rest.common is None:
             backend = (BACKEND, VERSION)
-            record[MEMBER] = _record(extras)
+            record[MEMBER] = _record(rest)
         seconds = perf_counter() - self._started
         self._manifest.seconds = {"write": seconds}
-        about_root = About(
-            common_backend=backend, attributes=extras.attributes, record=record, seconds=seconds
+        about_root = RootContent(
+            common_backend=backend, attributes=rest.attributes, record=record, seconds=seconds
         )
         publish(self._attempt, self._options, [self._manifest], about_root)
 
 
-def _record(extras: Extras) -> dict[str, Any]:
-    files = sorted(key.rpartition("/")[0] for key in extras.objects)
-    return replace(extras.record, files=files).to_json()
+def _record(rest: NonTensors) -> dict[str, Any]:
+    files = sorted(key.rpartition("/")[0] for key in rest.objects)
+    return replace(rest.record, files=files).to_json()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shardstore.convert.formats import Arrays, Extras, FileTarget, Read, Receipts, record_of
+from shardstore.convert.formats import Arrays, FileTarget, NonTensors, Read, Receipts, record_of
 from shardstore.errors import ArgumentError
 from shardstore.hf.files import INDEX_NAME, FileLayout, WeightFiles, damaged
 from shardstore.hf.places import FolderFiles, StreamedFiles
@@ -36,7 +36,7 @@ class SafetensorsSource(WeightFiles):
         shape = self.arrays[key].shape
         return [Box((0,) * len(shape), shape)]
 
-    def extras(self) -> Extras:
+    def rest(self) -> NonTensors:
         """Return the metadata, and the values that a conversion stored in it.
 
         Raises:
@@ -50,7 +50,7 @@ class SafetensorsSource(WeightFiles):
             raise damaged(path, error) from error
         record = StateRecord.from_root(about, path) or StateRecord()
         metadata.pop("format", None)
-        return Extras(None, record, {}, {"safetensors": metadata} if metadata else {})
+        return NonTensors(None, record, {}, {"safetensors": metadata} if metadata else {})
 
 
 class SafetensorsTarget(FileTarget):
@@ -63,20 +63,22 @@ class SafetensorsTarget(FileTarget):
 
     Args:
         work: folder or prefix beside the target.
-        goal: path or URL of a file, or of a folder.
+        output: path or URL of a file, or of a folder.
         file_bytes: approximate size of each of several files.
         budget_bytes: approximate memory for an upload.
     """
 
-    def __init__(self, work: Location, goal: Location, file_bytes: int, budget_bytes: int) -> None:
-        self._single = goal.name if goal.name.endswith(".safetensors") else None
+    def __init__(
+        self, work: Location, output: Location, file_bytes: int, budget_bytes: int
+    ) -> None:
+        self._single = output.name if output.name.endswith(".safetensors") else None
         names = r"model-\d{5}-of-\d{5}\.safetensors"
-        super().__init__(work, goal, "" if self._single else INDEX_NAME, names)
+        super().__init__(work, output, "" if self._single else INDEX_NAME, names)
         self._file_bytes = sys.maxsize if self._single else file_bytes
         self._part_bytes = max(MIN_PART_BYTES, min(MAX_PART_BYTES, budget_bytes // 4))
         self._files: FolderFiles | StreamedFiles | None = None
 
-    def prepare(self, arrays: Arrays, extras: Extras) -> None:
+    def prepare(self, arrays: Arrays, rest: NonTensors) -> None:
         """Assign the tensors to files in the given order.
 
         Raises:
@@ -84,7 +86,7 @@ class SafetensorsTarget(FileTarget):
             ArgumentError: a header is too large.
         """
         self._arrays = arrays
-        self._layout = self._lay_out(record_of(extras))
+        self._layout = self._lay_out(record_of(rest))
 
     def _lay_out(self, record: StateRecord) -> FileLayout:
         about = {STATE_METADATA: json.dumps(record.to_json())}
@@ -99,7 +101,7 @@ class SafetensorsTarget(FileTarget):
                 key=key,
             ) from None
 
-    def begin(self, arrays: Arrays, extras: Extras, known: Receipts) -> Receipts:
+    def begin(self, arrays: Arrays, rest: NonTensors, known: Receipts) -> Receipts:
         """Write the headers, and find the files that are complete."""
         if self._at.is_local:
             self._files = FolderFiles(self._at.url)
@@ -135,9 +137,9 @@ class SafetensorsTarget(FileTarget):
                 self._at.write(name, head)
         return SafetensorsSource(self._at, list(self._layout.sizes)).read
 
-    def documents(self, extras: Extras) -> Iterator[tuple[str, bytes, bytes]]:
+    def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected header and stored header of each file."""
-        for name, head in self._lay_out(record_of(extras, logging.DEBUG)).heads.items():
+        for name, head in self._lay_out(record_of(rest, logging.DEBUG)).heads.items():
             yield name, head, read_bytes(self._at, name, 0, len(head))
 
     def publish(self) -> None:

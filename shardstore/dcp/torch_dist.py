@@ -527,7 +527,7 @@ class TorchDistCommonLoadStrategy(TorchCommonLoadStrategy):
             NotACheckpointError, DamagedCheckpointError, UnsafeObjectError: see
                 :meth:`TorchCommonLoadStrategy.load_common`.
         """
-        if context_of(checkpoint_dir).stored.has_document(COMMON_STATE_NAME):
+        if context_of(checkpoint_dir).stored.has_file(COMMON_STATE_NAME):
             return super().load_common(checkpoint_dir)
         key = ShardedObject(COMMON_OBJECT, None, (1,), (0,)).unique_key
         return cast(StateDict, _files(checkpoint_dir).read_unwrapped(key))

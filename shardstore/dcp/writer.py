@@ -36,7 +36,7 @@ from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes, s
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import disk_of
-from shardstore.storage.commit.publish import About, Files, publish, write_chunks
+from shardstore.storage.commit.publish import Files, RootContent, publish, put_chunks
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import grid_of
 from shardstore.storage.format.manifest import RankManifest
@@ -345,7 +345,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         planned.writes.sort(key=lambda write: -write.array.chunk_bytes)
         arrays = zip(planned.arrays, map(coverage.is_first, planned.tensors), strict=True)
         files.flush_beside(
-            lambda: write_chunks(attempt, self.options, manifest, arrays, planned.writes)
+            lambda: put_chunks(attempt, self.options, manifest, arrays, planned.writes)
         )
         manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
         report.manifest = manifest.to_bytes()
@@ -403,9 +403,9 @@ class StorageWriter(Placed, DcpStorageWriter):
             own = manifests[self._rank]
             arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
             writes = [_joined(chunk) for chunk in cut.values()]
-            write_chunks(attempt, self.options, own, arrays.values(), writes)
+            put_chunks(attempt, self.options, own, arrays.values(), writes)
             own.seconds["write"] += perf_counter() - start
-            about = About(
+            about = RootContent(
                 common_backend=(record.BACKEND, record.VERSION),
                 record={record.MEMBER: values.to_json()},
                 world_size=len(reports),

@@ -113,6 +113,25 @@ def _height(rank: int, world_size: int) -> int:
     return 1 + _height(below[0], world_size) if below else 0
 
 
+class _Message(msgspec.Struct, array_like=True):
+    """What a rank sends of its reports and of those sent to it.
+
+    Attributes:
+        reports: the distinct reports.
+        sent: of each rank the number of its report.
+        failures: rank -> failure.
+        broken: see :class:`_Gathered`.
+    """
+
+    reports: list[bytes]
+    sent: list[int]
+    failures: dict[int, str]
+    broken: bool
+
+
+_decode = msgspec.msgpack.Decoder(_Message).decode
+
+
 @dataclass
 class _Gathered:
     """The reports and failures of a rank and of the ranks that report to it."""
@@ -135,18 +154,14 @@ class _Gathered:
                 reports = [merge(reports)]
         numbers: dict[bytes, int] = {}
         sent = [numbers.setdefault(report, len(numbers)) for report in reports]
-        return msgspec.msgpack.encode((list(numbers), sent, self.failures, self.broken))
+        return msgspec.msgpack.encode(_Message(list(numbers), sent, self.failures, self.broken))
 
     @classmethod
     def from_bytes(cls, message: bytes) -> _Gathered:
         """Return what :meth:`to_bytes` sent."""
-        distinct, sent, failures, broken = _decode_gathered(message)
-        return cls([distinct[number] for number in sent], failures, broken)
-
-
-_decode_gathered = msgspec.msgpack.Decoder(
-    tuple[list[bytes], list[int], dict[int, str], bool]
-).decode
+        found = _decode(message)
+        reports = [found.reports[number] for number in found.sent]
+        return cls(reports, found.failures, found.broken)
 
 
 @dataclass

@@ -246,7 +246,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         if record is not None:
             objects = {key: self.objects[f"{key}/shard_0_1"] for key in record.files}
             return record.nested(self.url, objects)
-        if self.is_foreign and not self.stored.has_document(COMMON_STATE_NAME):
+        if self.is_foreign and not self.stored.has_file(COMMON_STATE_NAME):
             return {}
         from shardstore.loading.context import LoadContext
         from shardstore.serialization import load_common_state_dict
@@ -310,7 +310,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """Whether another program wrote it: it may lack chunks that hold only the fill value."""
         root = self.stored.root
         ours = root is not None and root.format_version is not None
-        return not ours and not self.stored.has_document(CONFIG_NAME)
+        return not ours and not self.stored.has_file(CONFIG_NAME)
 
     def references(self) -> dict[str, Any]:
         """Return references to all arrays in the format of kerchunk: a document, as JSON in a file

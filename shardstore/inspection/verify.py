@@ -323,7 +323,7 @@ class _Verification:
     def _undescribed(self, nodes: set[str]) -> set[str]:
         """Return the nodes in the manifest that no document describes any more."""
         arrays = self.manifest.arrays if self.manifest and self.root_is_damaged else ()
-        lost = [node for node, _, _ in arrays if node not in nodes]
+        lost = [array.node for array in arrays if array.node not in nodes]
         if lost and not self.keys:
             text = (
                 f"only the damaged root document describes {len(lost)} array(s) of PATH; their "
@@ -469,7 +469,7 @@ class _Verification:
         root, name, key = self.root, f"{array.node}/{array.document_name}", array.key
         if root is None or (saved := root.texts.get(array.node)) is None:
             return
-        expected = root.has_document(array)
+        expected = root.has_document_of(array)
         if array.document_name not in names and not expected:
             return
         path = f"PATH (key {key!r})"

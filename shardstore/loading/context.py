@@ -14,7 +14,7 @@ from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.documents import committed_files
+from shardstore.storage.format.documents import root_without_arrays
 from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.runtime.checksums import crc32c
@@ -99,7 +99,8 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
     root, found = names[0], location.read_ahead(names, START_BYTES)
     if root not in found or len(found[root] or b"") == START_BYTES:
         found.update(zip([root], location.read_many([root]), strict=True))
-    config, sums, sizes = committed_files(found[root] or b"")
+    commit = root_without_arrays(found[root] or b"")
+    config, sums = commit.about.get("config"), commit.file_sums
 
     def is_confirmed(name: str) -> bool:
         start = found.get(name)
@@ -114,7 +115,7 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
 
     others = [name for name in names[1:] if not is_confirmed(name)]
     with StoredCheckpoint(location, documents={root: found[root]}).unless_replaced():
-        texts = location.read_many(others, [sizes.get(name) for name in others])
+        texts = location.read_many(others, [commit.file_bytes.get(name) for name in others])
     return {**found, **dict(zip(others, texts, strict=True))}
 
 

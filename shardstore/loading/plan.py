@@ -14,7 +14,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -119,7 +119,13 @@ def plan_reads(
     return plan
 
 
-_Span: TypeAlias = tuple[int, int, ShardedTensor, torch.Tensor]
+class _Span(NamedTuple):
+    """Addresses ``start:stop`` of the memory of a tensor."""
+
+    start: int
+    stop: int
+    tensor: ShardedTensor
+    memory: torch.Tensor
 
 
 def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
@@ -139,12 +145,12 @@ def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
         if type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided:
             start, size = data.data_ptr(), dtypes.extent_bytes(data)
             if start and size:  # 0: a tensor without memory
-                spans.append((start, start + size, tensor, data))
+                spans.append(_Span(start, start + size, tensor, data))
     tied: dict[int, str] = {}
     before: list[_Span] = []
-    for span in sorted(spans, key=operator.itemgetter(0)):
-        start, _, tensor, data = span
-        before = [other for other in before if other[1] > start]
+    for span in sorted(spans, key=operator.attrgetter("start")):
+        _, _, tensor, data = span
+        before = [other for other in before if other.stop > span.start]
         for _, _, other, memory in before:
             if elements_of(data) == elements_of(memory):
                 if _region(tensor) != _region(other):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -108,6 +108,25 @@ class Restored:
     state: Any
     url: str
     damaged: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A save of a step that can begin.
+
+    Attributes:
+        place: where it goes.
+        about: description of the step.
+        arguments: arguments of :func:`shardstore.save`.
+        used: the steps that must not be deleted during it: its own, and its base.
+        error: error in the arguments of this rank.
+    """
+
+    place: Location
+    about: StepInfo
+    arguments: dict[str, Any]
+    used: set[int] = field(default_factory=set)
+    error: BaseException | None = None
 
 
 class CheckpointManager(AbstractContextManager["CheckpointManager"]):
@@ -330,7 +349,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 on every rank.
             CheckpointingException: as :func:`shardstore.save`.
         """
-        place, about, used, given, error = self._prepare(step, metrics, options)
+        prepared = self._prepare(step, metrics, options)
+        about, given = prepared.about, prepared.arguments
         validate = given.pop("validate_access_integrity", True)
         request = save_request(
             "save",
@@ -340,13 +360,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             given,
             {} if validate is True else {"validate_access_integrity": validate},
             state=state,
-            checkpoint_dir=place.place,
+            checkpoint_dir=prepared.place.place,
             ranks=self._hurried(Ranks.of(self._group)),
             preprocess=given.pop("preprocess_common_before_consistancy_check", None),
             content_metadata=given.pop("content_metadata", None),
-            error=error,
+            error=prepared.error,
         )
-        with self._steps.using(used):
+        with self._steps.using(prepared.used):
             session, _ = run_save(request)
         self._served()
         self._steps.damaged.discard(about.step)
@@ -372,11 +392,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             ValueError, TypeError, CheckpointingException: see :meth:`save`. The handle raises
                 errors of the background.
         """
-        place, about, steps, given, error = self._prepare(step, metrics, options)
+        prepared = self._prepare(step, metrics, options)
+        about = prepared.about
         with ExitStack() as stack:
-            stack.enter_context(self._steps.using(steps))
+            stack.enter_context(self._steps.using(prepared.used))
             handle = async_save(
-                state, place.place, **given, process_group=self._group, _error=error
+                state,
+                prepared.place.place,
+                **prepared.arguments,
+                process_group=self._group,
+                _error=prepared.error,
             )
             used = stack.pop_all()
         self._handle = handle
@@ -398,34 +423,32 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def _prepare(
         self, step: int, metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
-    ) -> tuple[Location, StepInfo, set[int], dict[str, Any], BaseException | None]:
-        """Return place and description of a save, the steps that must not be deleted during it (its
-        own, and its base), its arguments, and the error in them on this rank."""
-        error: BaseException | None = None
-        place, about, used = self._steps.place(0), StepInfo(0), set[int]()
+    ) -> _Prepared:
         given = dict(options)
+        prepared = _Prepared(self._steps.place(0), StepInfo(0), given)
         try:
             number = number_of(step)
-            place, about = self._steps.place(number), StepInfo(number)
+            place = prepared.place = self._steps.place(number)
+            prepared.about = StepInfo(number)
             base = given.get("base", getattr(given.get("options"), "base", None))
             bases = [] if base is None else [Location.of(base)]
             names = [one.name for one in (place, *bases) if one == self.root.child(one.name)]
-            used = {step for step in map(self._steps.step_of, names) if step is not None}
+            prepared.used = {n for n in map(self._steps.step_of, names) if n is not None}
             if number in self._steps.damaged:
                 given["overwrite"] = True
             content = given.get("content_metadata") or {}
             if self._is_first and isinstance(content, dict):  # else save() raises the error
                 saved = self._steps.time_of_save()
-                about = StepInfo(number, True, _metrics_of(metrics), saved=saved)
-                given["content_metadata"] = {**content, MARK: about.mark()}
+                prepared.about = StepInfo(number, True, _metrics_of(metrics), saved=saved)
+                given["content_metadata"] = {**content, MARK: prepared.about.mark()}
             given["preprocess_common_before_consistancy_check"] = _without_mark(
                 given.get("preprocess_common_before_consistancy_check")
             )
         except (TypeError, ValueError) as problem:
-            error = problem
+            prepared.error = problem
         self._open()
         self._began = monotonic()
-        return place, about, used, given, error
+        return prepared
 
     def _hurried(self, ranks: Ranks) -> Ranks:
         """Return the ranks of a save, with a shorter deadline if a notice asked for it."""

@@ -91,7 +91,7 @@ def _exchange(session: SaveSession, cut: Sequence[CutChunk], take: Take, most_by
         most_bytes: size of a round.
     """
     rank = session.ranks.rank
-    holders = {other for chunk in cut if chunk.owner == rank for other, _, _ in chunk.pieces}
+    holders = {piece.rank for chunk in cut if chunk.owner == rank for piece in chunk.pieces}
     session.ranks.connect(({chunk.owner for chunk in cut} | holders) - {rank})
     error: Exception | None = None
     for batch in in_rounds(cut, lambda chunk: chunk.array.chunk_bytes, most_bytes):
@@ -140,7 +140,7 @@ def _put_together(ranks: Ranks, chunks: Sequence[CutChunk]) -> list[ChunkWrite]:
         merged = np.empty(math.prod(chunk.shape) if is_own else 0, dtype)
         if is_own:
             writes.append(ChunkWrite(chunk.array, chunk.index, merged.reshape(chunk.shape)))
-        for rank, start, stop in chunk.pieces:
+        for start, stop, rank in chunk.pieces:
             place = merged[start:stop].view(np.uint8)
             if rank == ranks.rank and is_own:
                 place[:] = own(chunk, start, place.size)

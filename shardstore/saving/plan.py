@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class CutChunk:
         index: index of the chunk in the grid.
         shape: shape of the part of the chunk that is inside of the array.
         owner: rank that writes the chunk.
-        pieces: ``(rank, start, stop)`` in elements of this part: the piece of each rank.
+        pieces: the piece of each rank, in elements of this part.
         local: start of each piece of this rank -> source of its elements.
     """
 
@@ -57,7 +57,7 @@ class CutChunk:
     index: tuple[int, ...]
     shape: tuple[int, ...]
     owner: int
-    pieces: tuple[tuple[int, int, int], ...]
+    pieces: tuple[FlatRange, ...]
     local: dict[int, Source] = field(default_factory=dict)
 
 
@@ -253,6 +253,24 @@ def array_meta(
     )
 
 
+class _Held(NamedTuple):
+    """A shard with data of this rank.
+
+    Attributes:
+        tensor: the shard.
+        meta: its array.
+        box: its place in the array.
+        whole: index of the chunk that it is, if it is one chunk.
+        part: parts of its data, if they were needed before.
+    """
+
+    tensor: ShardedTensor
+    meta: ArrayMeta
+    box: Box
+    whole: tuple[int, ...] | None
+    part: Parts | None
+
+
 def plan_writes(
     tensors: Iterable[ShardedTensor],
     rank: int,
@@ -280,7 +298,7 @@ def plan_writes(
         CheckpointingException: a main replica has no data.
     """
     plan, finds = WritePlan(), options.constants or options.pack
-    found: list[tuple[ShardedTensor, ArrayMeta, Box, tuple[int, ...] | None, Parts | None]] = []
+    held: list[_Held] = []
     in_group: dict[Shard, tuple[ArrayMeta, Box]] = {}
     for tensor in tensors:
         is_shared = bool(shared.shards) and shared.holds(tensor)
@@ -310,10 +328,10 @@ def plan_writes(
                 continue  # a rank may hold a shard twice
             in_group[identity(tensor)] = (meta, box)
         if box.size:
-            found.append((tensor, meta, box, whole, part))
+            held.append(_Held(tensor, meta, box, whole, part))
     mine = shared.own_chunks(in_group) if in_group else set()
     cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
-    for tensor, meta, box, whole, part in found:
+    for tensor, meta, box, whole, part in held:
         if tensor.data is None:
             raise CheckpointingException(
                 f"key {tensor.key!r} has no data on rank {rank}, which must write it; give "
@@ -402,11 +420,11 @@ def _plan_flat(
             writes.append(ChunkWrite(meta, index, data))
             continue
         pieces = tuple(
-            (r.rank, low, high)
+            FlatRange(low, high, r.rank)
             for r in ranges
             if (low := bisect_left(positions, r.start)) < (high := bisect_left(positions, r.stop))
         )
-        owner = max(pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
+        owner = max(pieces, key=lambda piece: (piece.stop - piece.start, -piece.rank)).rank
         shared = CutChunk(meta, index, part.shape, owner, pieces)
         cut.setdefault((meta.key, index), shared).local[first] = data
 

@@ -31,7 +31,7 @@ from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
-from shardstore.storage.commit.publish import About
+from shardstore.storage.commit.publish import RootContent
 from shardstore.storage.options import SaveOptions, require_bool
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
@@ -155,7 +155,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     if arrays or has_dtensors(split.others):
         split = StateSplit(adopt(request.state), loading=False, adopt=held)
     tensors, values = ((one.backend, one.version) if one else None for one in strategies)
-    about = About(common_backend=values, sharded_backend=tensors or ("", 0))
+    about = RootContent(common_backend=values, sharded_backend=tensors or ("", 0))
     if request.content_metadata is not None:
         about = _with_content(about, request.content_metadata, split)
     state = SplitState(
@@ -182,7 +182,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     return state
 
 
-def _with_content(about: About, content: object, split: StateSplit) -> About:
+def _with_content(about: RootContent, content: object, split: StateSplit) -> RootContent:
     """Put ``content_metadata`` into the content of the root document and into the common values."""
     if not isinstance(content, dict):
         raise errors.ArgumentError(f"content_metadata={content!r:.100} must be a dict")

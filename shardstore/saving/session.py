@@ -37,7 +37,7 @@ from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import ReusingMover
 from shardstore.storage.commit.inventory import write_integrity
 from shardstore.storage.commit.packing import ChunkWriter, PackingMover, most_bytes, write_pack
-from shardstore.storage.commit.publish import About, Files, commit, merge_reports
+from shardstore.storage.commit.publish import Files, RootContent, commit, merge_reports
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.merge import Merged, joined
@@ -94,7 +94,7 @@ class SplitState:
     shards: list[ShardedTensor | ShardedObject]
     common: StateDict
     strategies: Strategies
-    about: About
+    about: RootContent
     plain: PlainValues | None = None
     base: Location | None = None
     copies: Sequence[str] = ()

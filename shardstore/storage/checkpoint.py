@@ -156,7 +156,7 @@ class StoredCheckpoint:
             self.require_unchanged()
             raise
 
-    def has_document(self, name: str) -> bool:
+    def has_file(self, name: str) -> bool:
         """Return whether there is a document of that name."""
         known = name in self.documents
         return self.documents[name] is not None if known else self.location.exists(name)
@@ -346,7 +346,7 @@ class StoredCheckpoint:
         manifest = None if self.root is None else self.manifest
         doomed = set(listed)
         if self.root is not None and manifest is not None:
-            unlisted = {node for node, _, _ in manifest.arrays} - self.root.nodes
+            unlisted = {array.node for array in manifest.arrays} - self.root.nodes
             doomed |= {node for node in unlisted if (key_of(node) or "").startswith(key_prefix)}
         for name in (*doomed, f"{PACKS}/"):
             self.location.require_no_link_to(name)
@@ -417,7 +417,7 @@ class StoredCheckpoint:
     def require(self) -> None:
         """Raise :class:`NotACheckpointError` if there is neither a root document nor
         ``metadata.json``, and :class:`ReplacedError` if another process writes or deletes them."""
-        if self.root is not None or self.has_document(CONFIG_NAME):
+        if self.root is not None or self.has_file(CONFIG_NAME):
             return
         self.require_unchanged()
         found = "it has neither zarr.json nor metadata.json"
@@ -460,7 +460,7 @@ def root_arrays(location: Location) -> Mapping[str, ArrayMeta]:
     root = StoredCheckpoint(location).root
     if root is None:
         return {}
-    return {key: array for key, array in root.arrays().items() if not root.has_document(array)}
+    return {key: array for key, array in root.arrays().items() if not root.has_document_of(array)}
 
 
 def create_array(location: Location, meta: ArrayMeta) -> None:

@@ -33,13 +33,13 @@ from shardstore.errors import (
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.publish import About, publish, write_chunks
+from shardstore.storage.commit.publish import RootContent, publish, put_chunks
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.movers import files
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.files import read_chunks
+from shardstore.storage.movers.files import read_chunk_files
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime import parallel
 from shardstore.storage.stores.location import Location
@@ -190,7 +190,7 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
         found = []
         for request in requests:
             step()
-            found += read_chunks([request])
+            found += read_chunk_files([request])
         return found
 
     def clock() -> float:
@@ -205,7 +205,7 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody is held up for longer: what comes then no store can prevent, see PROTOCOL.md.
     monkeypatch.setattr(object_commit, "SETTLE_S", 100.0)
     monkeypatch.setattr(folder, "_exchange", exchanged)
-    monkeypatch.setattr(files, "read_chunks", read)
+    monkeypatch.setattr(files, "read_chunk_files", read)
     fsspec.register_implementation("orders", OrderedFileSystem, clobber=True)
     global _hooked
     if not _hooked:
@@ -227,8 +227,8 @@ def save(place: Location, version: int) -> int:
         for meta in metas:
             row = np.full((1, 8), version, np.float32)
             writes += [ChunkWrite(meta, (i, 0), row) for i in range(2)]
-        write_chunks(attempt, options, manifest, [(meta, True) for meta in metas], writes)
-        publish(attempt, options, [manifest], About(common_backend=("json", 1)))
+        put_chunks(attempt, options, manifest, [(meta, True) for meta in metas], writes)
+        publish(attempt, options, [manifest], RootContent(common_backend=("json", 1)))
     except BaseException:
         attempt.abandon()
         raise

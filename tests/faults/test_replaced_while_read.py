@@ -55,9 +55,9 @@ def at_open(folder: Path, number: int, work: Callable[[], None]) -> Iterator[lis
                 work()
                 _doing[:] = todo
 
-    read_whole = files.read_chunks
+    read_whole = files.read_chunk_files
 
-    def read_chunks(requests: list[Any]) -> list[Any]:  # opens them in compiled code
+    def read_chunk_files(requests: list[Any]) -> list[Any]:  # opens them in compiled code
         found = []
         for request in requests:
             _hook("open", request[:1])
@@ -66,7 +66,7 @@ def at_open(folder: Path, number: int, work: Callable[[], None]) -> Iterator[lis
 
     _doing[:] = [opened]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "read_chunks", read_chunks)
+        patch.setattr(files, "read_chunk_files", read_chunk_files)
         yield names
     _doing.clear()
 

@@ -559,7 +559,7 @@ class StoreTests:
         assert findings(where) == []
         manifest = StoredCheckpoint(where).manifest
         assert manifest is not None
-        assert {node for node, _, _ in manifest.arrays} == {"layer%2F0.w", "scalar"}
+        assert {array.node for array in manifest.arrays} == {"layer%2F0.w", "scalar"}
         shardstore.save(
             {"w": tensor("w", torch.ones(2))}, url, storage_options=options, overwrite=True
         )

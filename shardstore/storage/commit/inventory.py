@@ -114,7 +114,7 @@ def _described(location: Location) -> Iterator[set[str]]:
             yield set(root.texts)
     with suppress(DamagedCheckpointError):
         if (manifest := stored.manifest) is not None:
-            yield {node for node, _, _ in manifest.arrays}
+            yield {array.node for array in manifest.arrays}
 
 
 def own_names(

@@ -35,7 +35,7 @@ BUDGET_PART = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class RootContent:
     """The content of the root document other than the arrays.
 
     Attributes:
@@ -139,7 +139,7 @@ def add_array(manifest: RankManifest, meta: ArrayMeta, *, created: bool) -> None
             manifest.add_chunk(meta, index, constant_record(meta, index))
 
 
-def write_chunks(
+def put_chunks(
     attempt: Attempt,
     options: SaveOptions,
     manifest: RankManifest,
@@ -173,7 +173,10 @@ def write_chunks(
 
 
 def publish(
-    attempt: Attempt, options: SaveOptions, reports: Sequence[bytes | RankManifest], about: About
+    attempt: Attempt,
+    options: SaveOptions,
+    reports: Sequence[bytes | RankManifest],
+    about: RootContent,
 ) -> None:
     """Check that every chunk was written exactly once, and commit. One process calls it.
 
@@ -220,7 +223,9 @@ def merge_reports(
     return merged
 
 
-def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About) -> dict[str, Any]:
+def commit(
+    attempt: Attempt, options: SaveOptions, merged: Merged, about: RootContent
+) -> dict[str, Any]:
     """Write the last documents: ``metadata.json``, the manifest, and the root, which is the commit.
 
     Returns:
@@ -242,7 +247,7 @@ def commit(attempt: Attempt, options: SaveOptions, merged: Merged, about: About)
     return record
 
 
-def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, Any]:
+def _commit_record(attempt: Attempt, merged: Merged, about: RootContent) -> dict[str, Any]:
     """Return the commit record: who wrote the checkpoint, when, and how much."""
     content = content_digest(merged.arrays, merged.manifest)
     return {
@@ -260,7 +265,9 @@ def _commit_record(attempt: Attempt, merged: Merged, about: About) -> dict[str, 
     }
 
 
-def _root(merged: Merged, about: About, record: Mapping[str, Any], manifest_bytes: int) -> bytes:
+def _root(
+    merged: Merged, about: RootContent, record: Mapping[str, Any], manifest_bytes: int
+) -> bytes:
     """Return the root document, which is the commit."""
     files, manifest = sorted(merged.files.items()), merged.manifest
     is_new = any(array.constant or array.places for array in merged.arrays)

@@ -639,7 +639,7 @@ class RootDocument:
         """The nodes of all arrays, and of groups of other programs."""
         return {*self.texts, *self.packed}
 
-    def has_document(self, array: ArrayMeta) -> bool:
+    def has_document_of(self, array: ArrayMeta) -> bool:
         """Return whether an array has a document of its own."""
         return self.array_documents and array.has_document(packs=self.packs is not None)
 
@@ -726,15 +726,13 @@ class RootDocument:
         return errors.damaged(self.url, wrong)
 
 
-def committed_files(text: bytes) -> tuple[object, dict[str, Any], dict[str, int]]:
-    """Return the ``config`` of a root document (``None`` if it has none),
-    :attr:`RootDocument.file_sums` and :attr:`RootDocument.file_bytes`, without parsing its
-    arrays."""
+def root_without_arrays(text: bytes) -> RootDocument:
+    """Return a root document of which only the attributes are parsed; without attributes, if it is
+    damaged."""
     attributes: Any = None
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
         attributes = _ROOT.decode(text).attributes
-    root = RootDocument("", attributes, {})
-    return root.about.get("config"), root.file_sums, root.file_bytes
+    return RootDocument("", attributes, {})
 
 
 def parse_root(text: bytes, url: str) -> RootDocument:

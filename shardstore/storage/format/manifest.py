@@ -22,7 +22,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -78,6 +78,20 @@ class ChunkRecord:
     running: Sequence[int]
 
 
+class Described(NamedTuple):
+    """An array in a report.
+
+    Attributes:
+        number: its number in the rows of the report.
+        summary: :func:`summary_of` the array.
+        rank: the rank that describes it; after :meth:`RankManifest.add_report` the first one.
+    """
+
+    number: int
+    summary: str
+    rank: int
+
+
 @dataclass
 class RankManifest:
     """A rank's report to the coordinator of what it wrote.
@@ -92,17 +106,15 @@ class RankManifest:
         array_documents: whether it writes the documents of the arrays that it creates.
         has_packs: whether it packs small chunks.
         seconds: phase of the save -> seconds, for the commit record.
-        arrays: key of each array that it writes to -> number of the array in ``rows``,
-            :func:`summary_of` the array, and the rank (the first one, after :meth:`join`) that
-            describes it.
+        arrays: key -> description, of each array that it writes to.
         created: key -> array, for each array that it creates.
         rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
         packs: names of the packs that it wrote; an empty name is that of ``loose``.
         places: one :data:`PLACE` for each packed chunk.
         loose: a pack that is not written yet.
-        others: for a report that :meth:`join` filled, the added reports without their arrays and
-            chunks. Its own members above ``arrays`` have no meaning then, but for the packs in
+        others: for a report that :meth:`add_report` filled, the added reports without their arrays
+            and chunks. Its own members above ``arrays`` have no meaning then, but for the packs in
             ``files``.
     """
 
@@ -114,7 +126,7 @@ class RankManifest:
     array_documents: bool = True
     has_packs: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    arrays: dict[str, tuple[int, str, int]] = field(default_factory=dict)
+    arrays: dict[str, Described] = field(default_factory=dict)
     created: dict[str, ArrayMeta] = field(default_factory=dict)
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
@@ -130,11 +142,12 @@ class RankManifest:
             AccessPatternError: the key was recorded before with another shape, data type or layout.
         """
         summary = sys.intern(summary_of(meta))  # pickle sends equal texts once if they are interned
-        _, known, _ = self.arrays.setdefault(meta.key, (len(self.arrays), summary, self.rank))
-        if known != summary:
+        described = Described(len(self.arrays), summary, self.rank)
+        known = self.arrays.setdefault(meta.key, described)
+        if known.summary != summary:
             raise AccessPatternError(
                 f"key {meta.key!r} is used for two different tensors on rank {self.rank}: one has "
-                f"{known}; the other has {summary}; give them different keys",
+                f"{known.summary}; the other has {summary}; give them different keys",
                 key=meta.key,
                 rank=self.rank,
             )
@@ -143,7 +156,7 @@ class RankManifest:
 
     def add_chunk(self, meta: ArrayMeta, index: Sequence[int], record: ChunkRecord) -> None:
         """Record a written chunk. Its array must have been added before."""
-        number, chunk = self.arrays[meta.key][0], meta.grid.linear(index)
+        number, chunk = self.arrays[meta.key].number, meta.grid.linear(index)
         self.rows += _PACK_ROW(
             number, chunk, record.stored_bytes, record.crc, self.rank, record.digest
         )
@@ -158,7 +171,7 @@ class RankManifest:
             self.loose = Pack()
             self.packs.append("")
         first, size = self.loose.add(meta.chunk_name(index), content)
-        number, chunk = self.arrays[meta.key][0], meta.grid.linear(index)
+        number, chunk = self.arrays[meta.key].number, meta.grid.linear(index)
         self.places += _PACK_PLACE(number, chunk, len(self.packs) - 1, first, size)
         return len(self.loose.body)
 
@@ -172,8 +185,9 @@ class RankManifest:
         held = np.bincount(rows["array"][rows["file"] == file], minlength=len(self.arrays))
         whole = (
             self.created[key]
-            for key, (number, _, _) in self.arrays.items()
-            if held[number] and key in self.created and held[number] == self.created[key].grid.size
+            for key, known in self.arrays.items()
+            if held[known.number] and key in self.created
+            if held[known.number] == self.created[key].grid.size
         )
         data = self.loose.close([(meta.node, array_document(meta)) for meta in whole])
         number = sum(name.startswith(f"{PACKS}/{self.rank}.") for name in self.packs)
@@ -186,7 +200,7 @@ class RankManifest:
         """Record a file other than a chunk, by its name below the root."""
         self.files[name] = crc32c(data, 0), len(data)
 
-    def join(self, other: RankManifest) -> None:
+    def add_report(self, other: RankManifest) -> None:
         """Add the arrays and chunks of another rank's report. This report only collects those of
         other ranks.
 
@@ -195,7 +209,8 @@ class RankManifest:
         """
         numbers = []
         for key, (_, summary, rank) in other.arrays.items():
-            number, known, first = self.arrays.setdefault(key, (len(self.arrays), summary, rank))
+            described = Described(len(self.arrays), summary, rank)
+            number, known, first = self.arrays.setdefault(key, described)
             if known != summary:
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {rank} and rank {first} describe key {key!r} "
@@ -292,33 +307,60 @@ class Rows:
     running: NDArray[np.uint32]
 
 
+class Counted(NamedTuple):
+    """An array of a manifest, by the name of its node.
+
+    Attributes:
+        node: the node.
+        chunks: number of its chunks.
+        size: bytes of a decoded chunk.
+    """
+
+    node: str
+    chunks: int
+    size: int
+
+    @classmethod
+    def of(cls, meta: ArrayMeta) -> Counted:
+        """Return the entry of an array."""
+        return cls(meta.node, meta.grid.size, meta.chunk_bytes)
+
+
+class _Ranges(NamedTuple):
+    """The parts of the columns of a manifest that belong to an array."""
+
+    array: Counted
+    rows: slice
+    boundaries: slice
+
+
 @dataclass
 class Manifest(Rows):
     """Table with one row per chunk, ordered by array and, within an array, by chunk in C order.
 
     Attributes:
-        arrays: ``(node, number of chunks, bytes of a decoded chunk)`` in order.
+        arrays: the arrays in order.
         running: here one-dimensional, because its length per chunk depends on the array.
     """
 
-    arrays: list[tuple[str, int, int]]
+    arrays: list[Counted]
 
     def __post_init__(self) -> None:
-        self._places: dict[str, tuple[slice, slice, int, int]] = {}
+        self._ranges: dict[str, _Ranges] = {}
         row = boundary = 0
-        for node, chunks, size in self.arrays:
-            inner = chunks * inner_blocks(size)
-            at = slice(row, row + chunks), slice(boundary, boundary + inner)
-            self._places[node] = (*at, chunks, size)
-            row, boundary = row + chunks, boundary + inner
+        for one in self.arrays:
+            end, last = row + one.chunks, boundary + one.chunks * inner_blocks(one.size)
+            self._ranges[one.node] = _Ranges(one, slice(row, end), slice(boundary, last))
+            row, boundary = end, last
 
     def rows(self, meta: ArrayMeta) -> Rows | None:
         """Return the rows of an array; ``None`` if the manifest does not contain the array, or
         contains it with another number or size of chunks, as its checksums do not apply then."""
-        place, chunks, size = self._places.get(meta.node), meta.grid.size, meta.chunk_bytes
-        if place is None or place[2:] != (chunks, size):
+        found, one = self._ranges.get(meta.node), Counted.of(meta)
+        if found is None or found.array != one:
             return None
-        rows, running = place[0], self.running[place[1]].reshape(chunks, inner_blocks(size))
+        rows, running = found.rows, self.running[found.boundaries]
+        running = running.reshape(one.chunks, inner_blocks(one.size))
         return Rows(self.stored[rows], self.crc[rows], self.digest[rows], self.rank[rows], running)
 
     def writer(self, meta: ArrayMeta, index: Sequence[int]) -> int | None:
@@ -330,15 +372,15 @@ class Manifest(Rows):
         """Return the parts of a column in the form that the commit contains: node -> base64 of the
         values of its chunks in order, as little-endian uint32; of all nodes by default."""
         numbers = column.astype("<u4")
-        wanted = self._places if nodes is None else nodes
-        return {node: b64encode(numbers[self._places[node][0]].data).decode() for node in wanted}
+        wanted = self._ranges if nodes is None else nodes
+        return {node: b64encode(numbers[self._ranges[node].rows].data).decode() for node in wanted}
 
     def without(self, nodes: set[str]) -> Manifest:
         """Return the manifest without some arrays."""
-        keep = np.array([node not in nodes for node, _, _ in self.arrays], dtype=bool)
-        rows = np.repeat(keep, [chunks for _, chunks, _ in self.arrays])
-        inner = np.repeat(keep, [n * inner_blocks(size) for _, n, size in self.arrays])
-        arrays = [entry for entry in self.arrays if entry[0] not in nodes]
+        keep = np.array([one.node not in nodes for one in self.arrays], dtype=bool)
+        rows = np.repeat(keep, [one.chunks for one in self.arrays])
+        inner = np.repeat(keep, [one.chunks * inner_blocks(one.size) for one in self.arrays])
+        arrays = [one for one in self.arrays if one.node not in nodes]
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS if name != "running"}
         return Manifest(arrays=arrays, **columns, running=self.running[inner])
 
@@ -368,7 +410,7 @@ class Manifest(Rows):
                 if not unpacked.eof:
                     raise ValueError("a list of arrays that is cut short, or far too long")
                 arrays = [
-                    (require_inside(node, url), int(n), int(size))
+                    Counted(require_inside(node, url), int(n), int(size))
                     for node, n, size in json.loads(text)
                 ]
                 found = {name: columns[member] for name, (member, _) in _COLUMNS.items()}
@@ -408,8 +450,7 @@ def content_digest(arrays: Iterable[ArrayMeta], manifest: Manifest) -> str | Non
         The digest; ``None`` if there are no chunks, or the manifest describes other arrays.
     """
     metas = sorted(arrays, key=lambda meta: meta.key)
-    rows = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
-    if rows != manifest.arrays or not len(manifest.digest):
+    if [Counted.of(meta) for meta in metas] != manifest.arrays or not len(manifest.digest):
         return None
     described = [[m.key, m.dtype, list(m.shape), list(m.grid.chunk_shape)] for m in metas]
     hasher = xxhash.xxh3_128(json.dumps(described, separators=(",", ":")).encode())

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardstore.errors import AccessPatternError
 from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.grid import inner_blocks
-from shardstore.storage.format.manifest import PLACE, ROW, Manifest, RankManifest
+from shardstore.storage.format.manifest import PLACE, ROW, Counted, Manifest, RankManifest
 from shardstore.storage.format.packs import Places
 
 MAX_COLUMNS_RANKS = 256
@@ -72,8 +72,9 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
             disagree about ``array_documents``.
     """
     whole = joined(reports)
-    for key, (_, _, rank) in whole.arrays.items():
+    for key, described in whole.arrays.items():
         if key not in whole.created:
+            rank = described.rank
             raise AccessPatternError(
                 f"Invalid access pattern: rank {rank} wrote a part of key {key!r}, but "
                 "no rank holds its first shard (offset 0 along every axis) as main replica; check "
@@ -86,8 +87,8 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     rows = np.frombuffer(whole.rows, ROW)
     array = np.array([numbers[key] for key in whole.arrays], np.int64)[rows["array"]]
     metas = _with_places(whole, list(created.values()), numbers)
-    entries = [(meta.node, meta.grid.size, meta.chunk_bytes) for meta in metas]
-    starts = np.cumsum([0, *(chunks for _, chunks, _ in entries)], dtype=np.int64)
+    counted = [Counted.of(meta) for meta in metas]
+    starts = np.cumsum([0, *(one.chunks for one in counted)], dtype=np.int64)
     position = starts[array] + rows["chunk"]
     if check:
         _check_coverage(position, rows["rank"], starts, metas)
@@ -104,9 +105,9 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     np.add.at(stored, rows["rank"], rows["stored"].astype(np.int64))
     return Merged(
         Manifest(
-            arrays=entries,
+            arrays=counted,
             **{name: ordered[name].copy() for name in ("stored", "crc", "digest", "rank")},
-            running=_running(whole, array, starts, [size for _, _, size in entries]),
+            running=_running(whole, array, starts, [one.size for one in counted]),
         ),
         [(meta.node, array_document(meta)) for meta in metas if meta.places is None],
         metas,
@@ -134,7 +135,7 @@ def joined(reports: Iterable[bytes | RankManifest], rank: int = 0) -> RankManife
     for report in reports:
         if isinstance(report, bytes):
             report = RankManifest.from_bytes(report)
-        whole.join(report)
+        whole.add_report(report)
     return whole
 
 

@@ -345,7 +345,7 @@ static int prepare(struct request *one, PyObject *item)
     return 0;
 }
 
-static PyObject *read_chunks(PyObject *self, PyObject *list)
+static PyObject *read_chunk_files(PyObject *self, PyObject *list)
 {
     PyObject *found = NULL, *items = PySequence_Tuple(list); /* keeps them, whatever their parsing calls */
     const Py_ssize_t size = items ? PyTuple_Size(items) : 0;
@@ -373,7 +373,7 @@ static PyObject *read_chunks(PyObject *self, PyObject *list)
     return all || !items ? found : PyErr_NoMemory();
 }
 
-static PyMethodDef methods[] = {{"read_chunks", read_chunks, METH_O, "See the stub."}, {NULL}};
+static PyMethodDef methods[] = {{"read_chunk_files", read_chunk_files, METH_O, "See the stub."}, {NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copy_crc", NULL, -1, methods};
 

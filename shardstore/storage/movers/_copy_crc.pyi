@@ -1,6 +1,6 @@
 from typing import Any
 
-def read_chunks(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
+def read_chunk_files(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
     """Read files that hold some bytes and their crc32c, one after the other and without the
     interpreter's lock.
 

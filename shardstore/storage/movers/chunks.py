@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -118,9 +118,20 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
         yield ChunkPart(array, index, within, out if where is None else out[where], number)
 
 
-_Cut = tuple[tuple[int, ...], Box, tuple[Any, ...] | None, int]
-"""A chunk that a region overlaps: the chunk's index, the overlap relative to the chunk, the overlap
-relative to the region (``None``: the whole region), and the chunk's position in C order."""
+class _Cut(NamedTuple):
+    """A chunk that a region overlaps.
+
+    Attributes:
+        chunk: index of the chunk.
+        within: the overlap, relative to the chunk.
+        where: the overlap, relative to the region; ``None``: the whole region.
+        number: position of the chunk in C order.
+    """
+
+    chunk: tuple[int, ...]
+    within: Box
+    where: tuple[Any, ...] | None
+    number: int
 
 
 @lru_cache(maxsize=512)  # many tensors and optimizer moments of a model share few shapes
@@ -138,4 +149,4 @@ def _cuts(grid: Grid, region: Box) -> Iterator[_Cut]:
         assert common is not None
         # With the ellipsis, a 0-d part stays an array; indexing with () alone copies the element.
         where = None if common == region else (..., *common.relative_to(region.offset).slices)
-        yield index, common.relative_to(chunk.offset), where, grid.linear(index)
+        yield _Cut(index, common.relative_to(chunk.offset), where, grid.linear(index))

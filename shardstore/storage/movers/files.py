@@ -41,11 +41,11 @@ from shardstore.storage.stores.folder import open_regular, store_errors
 from shardstore.storage.stores.location import Location
 
 try:
-    from shardstore.storage.movers._copy_crc import read_chunks
+    from shardstore.storage.movers._copy_crc import read_chunk_files
 except ImportError:  # no compiler at the installation, or no VPCLMULQDQ
     COMPILED = False
 
-    def read_chunks(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
+    def read_chunk_files(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
         """Return no result: the compiled reader is not available."""
         return [None] * len(requests)
 else:
@@ -267,7 +267,7 @@ def read_at_once(chunks: Sequence[WholeChunk]) -> list[int]:
     return [
         size + CRC_BYTES if found and found[0] == found[1] and crc in (None, found[0]) else 0
         for (_, size, _), found, (_, _, crc, _) in zip(
-            requests, read_chunks(requests), chunks, strict=True
+            requests, read_chunk_files(requests), chunks, strict=True
         )
     ]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shardstore.errors import AccessPatternError, DamagedCheckpointError
 from shardstore.storage.commit import folder as commit
-from shardstore.storage.commit.publish import About, publish
+from shardstore.storage.commit.publish import RootContent, publish
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
@@ -54,7 +54,7 @@ def reports_of(ranks: int, arrays: int, each: int) -> list[bytes]:
 def committed(place: Path, reports: list[bytes]) -> Callable[[], None]:
     """The whole commit of these reports."""
     attempt = commit.begin(Location.of(place), SaveOptions())
-    about = About(common_backend=("torch", 1), world_size=len(reports))
+    about = RootContent(common_backend=("torch", 1), world_size=len(reports))
     return lambda: publish(attempt, SaveOptions(durable=False), reports, about)
 
 

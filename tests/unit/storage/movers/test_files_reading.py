@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardstore import ShardedTensor, load, save
 from shardstore.errors import ChunkCorruptError
 from shardstore.storage.movers import files
-from shardstore.storage.movers.files import read_chunks
+from shardstore.storage.movers.files import read_chunk_files
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.counters import counters
 
@@ -29,7 +29,7 @@ compiled = pytest.mark.skipif(
 @pytest.fixture(params=["compiled", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(files, "read_chunks", lambda requests: [None] * len(requests))
+        monkeypatch.setattr(files, "read_chunk_files", lambda requests: [None] * len(requests))
     elif not files.COMPILED:
         pytest.skip("no compiler at the installation, or no VPCLMULQDQ")
     return str(request.param)
@@ -44,7 +44,7 @@ def aligned(shape: tuple[int, ...], dtype: str, at: int = 0) -> NDArray[Any]:
 
 
 def read_chunk(path: str, size: int, target: Any = None) -> tuple[int, int] | None:
-    (found,) = read_chunks([(path, size, target)])
+    (found,) = read_chunk_files([(path, size, target)])
     return found
 
 
@@ -187,7 +187,7 @@ def test_each_file_of_a_batch_has_its_own_answer(
             target = target[:19]
         requests.append((path + ("x" if kind == "missing" else ""), size, target))
         expected.append((crc, crc) if kind in ("read", "no target", "rows") else None)
-    assert read_chunks(requests) == expected
+    assert read_chunk_files(requests) == expected
     for i, kind in enumerate(kinds):
         wanted = np.zeros((2, 12), np.uint8)
         if kind == "rows":
@@ -203,7 +203,7 @@ def test_a_request_that_does_not_fit_stops_the_batch_before_it_reads(tmp_path: P
     first = bytearray(3)
     for wrong in [(str(tmp_path / "one"), 3, bytearray(2)), ("a", 3), ("a\0b", 3, None)]:
         with pytest.raises((ValueError, TypeError)):
-            read_chunks([(str(tmp_path / "one"), 3, first), wrong])  # type: ignore[list-item]
+            read_chunk_files([(str(tmp_path / "one"), 3, first), wrong])  # type: ignore[list-item]
         assert first == bytearray(3)
         first.append(0)  # nothing holds its memory any more
         first.pop()
@@ -220,7 +220,7 @@ def test_a_batch_that_changes_while_it_is_read_does_not_crash(tmp_path: Path) ->
             return str(tmp_path / "one")
 
     requests += [(Emptying(), 3, np.zeros(3, np.uint8)), (str(tmp_path / "one"), 3, None)]
-    assert read_chunks(requests) == [(crc, crc)] * 2
+    assert read_chunk_files(requests) == [(crc, crc)] * 2
 
 
 @compiled

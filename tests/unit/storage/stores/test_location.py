@@ -20,7 +20,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.saving.run import SaveRequest
 from shardstore.saving.session import SplitState
 from shardstore.storage.commit.checkpoints import latest, sweep
-from shardstore.storage.commit.publish import About
+from shardstore.storage.commit.publish import RootContent
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 
@@ -131,7 +131,7 @@ def test_calls_and_places_do_not_show_their_options() -> None:
     options = {"key": "AKOFATRAINER00000", "secret": "of-a-trainer-123456"}
     place = Location.of("s3://bucket/x", options)
     given: Any = SaveOptions(storage_options=options)
-    about: Any = About(common_backend=None)
+    about: Any = RootContent(common_backend=None)
     for one in (
         SplitState(
             target=place, options=given, shards=[], common={}, strategies=given, about=about
