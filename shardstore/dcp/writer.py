@@ -138,7 +138,8 @@ def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> coverage.Layout
         shape, size = first.global_shape, dtypes.itemsize(array_meta(first, options).dtype)
         are_rows = all(shard.local_shape[1:] == shape[1:] for _, shard in shards)
         boxes = [local_box(shard) for _, shard in shards]
-        are_flat = are_rows and grid_of(shape, boxes, size, options.target_chunk_bytes)[2]
+        most = options.target_chunk_bytes
+        are_flat = are_rows and grid_of(shape, boxes, size, most).straddles
         for rank, shard in shards:
             by_rank[rank].append(coverage.as_flat_range(shard) if are_flat else shard)
     reports = [coverage.report_shards(coverage.needing_layouts(shards)) for shards in by_rank]

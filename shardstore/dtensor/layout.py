@@ -116,7 +116,7 @@ def is_flat(shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], items
     zeros = (0,) * (len(shape) - 1)
     all_runs = itertools.chain.from_iterable(held_by_all(shape[0], cuts[0]))
     boxes = [Box((start, *zeros), (n, *shape[1:])) for start, n in all_runs]
-    return grid_of(shape, boxes, itemsize, DEFAULT_TARGET_CHUNK_BYTES)[2]
+    return grid_of(shape, boxes, itemsize, DEFAULT_TARGET_CHUNK_BYTES).straddles
 
 
 def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:

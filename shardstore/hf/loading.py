@@ -459,7 +459,7 @@ def _fit_grids(arrays: dict[str, ArrayMeta], plan: ReadPlan, group: Group) -> No
     for key, found in boxes.items():
         meta = arrays[key]
         size = dtypes.itemsize(meta.dtype)
-        grid, _, _ = grid_of(meta.shape, sorted(found), size, CHUNK_BYTES)
+        grid = grid_of(meta.shape, sorted(found), size, CHUNK_BYTES).grid
         arrays[key] = replace(meta, grid=grid)
     for region in regions:
         region.array = arrays[region.array.key]

@@ -306,11 +306,24 @@ CHUNKS_PER_BOX = 64
 STRADDLING_CHUNK_BYTES = 1024 * 1024
 
 
+class FittedGrid(NamedTuple):
+    """The chunk grid of a tensor that is written in boxes.
+
+    Attributes:
+        grid: the grid.
+        edges: the edges of the tensor's shards.
+        straddles: whether a chunk may straddle boxes.
+    """
+
+    grid: Grid
+    edges: tuple[int, ...]
+    straddles: bool
+
+
 def grid_of(
     shape: Sequence[int], boxes: Sequence[Box], itemsize: int, target_chunk_bytes: int
-) -> tuple[Grid, tuple[int, ...], bool]:
-    """Return the chunk grid of a tensor, the edges of its shards, and whether chunks may straddle
-    boxes.
+) -> FittedGrid:
+    """Return the chunk grid of a tensor.
 
     No chunk straddles two boxes, unless this would take very many tiny chunks: boundaries at 7 and
     13 of 1000 elements would need chunks of one element. In that case the grid ignores the boxes,
@@ -327,7 +340,7 @@ def grid_of(
     chunk_bytes = math.prod(grid.chunk_shape) * itemsize
     parts = max(1, len(boxes))
     if chunk_bytes >= SMALL_CHUNK_BYTES or grid.size <= CHUNKS_PER_BOX * parts:
-        return grid, edges, False
+        return FittedGrid(grid, edges, straddles=False)
     share = math.prod(shape) * itemsize // (4 * parts)
     at_most = min(target_chunk_bytes, max(SMALL_CHUNK_BYTES, min(STRADDLING_CHUNK_BYTES, share)))
-    return plan_grid(shape, shape, itemsize, at_most), edges, True
+    return FittedGrid(plan_grid(shape, shape, itemsize, at_most), edges, straddles=True)
