@@ -119,19 +119,19 @@ def _reports(world: int, tensors: int, chunks: int) -> list[bytes]:
 
 def _commit(place: Path, world: int, tensors: int, chunks: int) -> Figures:
     """Everything between the last report and the published checkpoint, on the disk."""
-    from shardstore.storage.commit import folder as commit
-    from shardstore.storage.commit.publish import RootContent, publish
+    from shardstore.storage.commit import folder
+    from shardstore.storage.commit.publish import RootContent, commit, merge_reports
     from shardstore.storage.options import SaveOptions
     from shardstore.storage.stores.location import Location
 
     reports = _reports(world, tensors, chunks)
-    attempt = commit.begin(Location.of(place), SaveOptions())
+    attempt = folder.begin(Location.of(place), SaveOptions())
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_peak()
     about = RootContent(common_backend=("torch", 1), world_size=world)
     begin = time.perf_counter()
-    publish(attempt, SaveOptions(), reports, about)
+    commit(attempt, SaveOptions(), merge_reports(attempt, reports, SaveOptions()), about)
     seconds = time.perf_counter() - begin
     peak = peak_rss_bytes() - before
     written = sum(entry.stat().st_size for entry in place.iterdir() if entry.is_file())

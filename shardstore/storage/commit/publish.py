@@ -111,7 +111,9 @@ class Files:
             AccessPatternError: see :meth:`RankManifest.add_array`.
         """
         for meta, created in arrays:
-            add_array(self._manifest, meta, created=created)
+            self._manifest.add_array(meta, created=created)
+            if created and meta.constant is not None:
+                add_constant(self._manifest, meta)
             if created and documents and meta.has_document(packs=self._manifest.has_packs):
                 self._keep(f"{meta.node}/{meta.document_name}", array_document(meta).encode())
 
@@ -130,13 +132,10 @@ class Files:
         self.flush_beside(lambda: None)
 
 
-def add_array(manifest: RankManifest, meta: ArrayMeta, *, created: bool) -> None:
-    """Record an array, and the chunks of a constant one. Raises as
-    :meth:`RankManifest.add_array`."""
-    manifest.add_array(meta, created=created)
-    if created and meta.constant is not None:
-        for index in map(meta.grid.index_at, range(meta.grid.size)):
-            manifest.add_chunk(meta, index, constant_record(meta, index))
+def add_constant(manifest: RankManifest, meta: ArrayMeta) -> None:
+    """Record the chunks of a constant array."""
+    for index in map(meta.grid.index_at, range(meta.grid.size)):
+        manifest.add_chunk(meta, index, constant_record(meta, index))
 
 
 def put_chunks(
@@ -160,7 +159,9 @@ def put_chunks(
     """
     manifest.array_documents, manifest.has_packs = options.array_documents, options.pack
     for meta, created in metas:
-        add_array(manifest, meta, created=created)
+        manifest.add_array(meta, created=created)
+        if created and meta.constant is not None:
+            add_constant(manifest, meta)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)

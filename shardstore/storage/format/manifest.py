@@ -56,7 +56,17 @@ MOST_PACKED = 100
 """Maximum compression ratio of the member ``arrays``, beyond 64 KiB of uncompressed text."""
 _PACK_ROW = struct.Struct("<qqQII16s").pack
 _PACK_PLACE = struct.Struct("<qqIQI").pack
-_JOINED = ("arrays", "created", "rows", "running", "packs", "places", "loose")
+_JOINED = (
+    "arrays",
+    "summaries",
+    "describers",
+    "created",
+    "rows",
+    "running",
+    "packs",
+    "places",
+    "loose",
+)
 """Members of a report that a joined report has for all of its ranks."""
 
 
@@ -78,20 +88,6 @@ class ChunkRecord:
     running: Sequence[int]
 
 
-class Described(NamedTuple):
-    """An array in a report.
-
-    Attributes:
-        number: its number in the rows of the report.
-        summary: :func:`summary_of` the array.
-        rank: the rank that describes it; after :meth:`RankManifest.add_report` the first one.
-    """
-
-    number: int
-    summary: str
-    rank: int
-
-
 @dataclass
 class RankManifest:
     """A rank's report to the coordinator of what it wrote.
@@ -106,7 +102,10 @@ class RankManifest:
         array_documents: whether it writes the documents of the arrays that it creates.
         has_packs: whether it packs small chunks.
         seconds: phase of the save -> seconds, for the commit record.
-        arrays: key -> description, of each array that it writes to.
+        arrays: key of each array that it writes to -> number of the array.
+        summaries: by number, :func:`summary_of` the array.
+        describers: by number, the rank that describes the array; after :meth:`add_report` the
+            first one.
         created: key -> array, for each array that it creates.
         rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
@@ -126,7 +125,9 @@ class RankManifest:
     array_documents: bool = True
     has_packs: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    arrays: dict[str, Described] = field(default_factory=dict)
+    arrays: dict[str, int] = field(default_factory=dict)
+    summaries: list[str] = field(default_factory=list)
+    describers: array[int] = field(default_factory=lambda: array("I"))
     created: dict[str, ArrayMeta] = field(default_factory=dict)
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
@@ -142,21 +143,28 @@ class RankManifest:
             AccessPatternError: the key was recorded before with another shape, data type or layout.
         """
         summary = sys.intern(summary_of(meta))  # pickle sends equal texts once if they are interned
-        described = Described(len(self.arrays), summary, self.rank)
-        known = self.arrays.setdefault(meta.key, described)
-        if known.summary != summary:
+        number = self._number(meta.key, summary, self.rank)
+        if (known := self.summaries[number]) != summary:
             raise AccessPatternError(
                 f"key {meta.key!r} is used for two different tensors on rank {self.rank}: one has "
-                f"{known.summary}; the other has {summary}; give them different keys",
+                f"{known}; the other has {summary}; give them different keys",
                 key=meta.key,
                 rank=self.rank,
             )
         if created:
             self.created[meta.key] = meta
 
+    def _number(self, key: str, summary: str, rank: int) -> int:
+        """Return the number of an array; add the array if it has none."""
+        number = self.arrays.setdefault(key, len(self.arrays))
+        if number == len(self.summaries):
+            self.summaries.append(summary)
+            self.describers.append(rank)
+        return number
+
     def add_chunk(self, meta: ArrayMeta, index: Sequence[int], record: ChunkRecord) -> None:
         """Record a written chunk. Its array must have been added before."""
-        number, chunk = self.arrays[meta.key].number, meta.grid.linear(index)
+        number, chunk = self.arrays[meta.key], meta.grid.linear(index)
         self.rows += _PACK_ROW(
             number, chunk, record.stored_bytes, record.crc, self.rank, record.digest
         )
@@ -171,7 +179,7 @@ class RankManifest:
             self.loose = Pack()
             self.packs.append("")
         first, size = self.loose.add(meta.chunk_name(index), content)
-        number, chunk = self.arrays[meta.key].number, meta.grid.linear(index)
+        number, chunk = self.arrays[meta.key], meta.grid.linear(index)
         self.places += _PACK_PLACE(number, chunk, len(self.packs) - 1, first, size)
         return len(self.loose.body)
 
@@ -185,9 +193,8 @@ class RankManifest:
         held = np.bincount(rows["array"][rows["file"] == file], minlength=len(self.arrays))
         whole = (
             self.created[key]
-            for key, known in self.arrays.items()
-            if held[known.number] and key in self.created
-            if held[known.number] == self.created[key].grid.size
+            for key, number in self.arrays.items()
+            if held[number] and key in self.created and held[number] == self.created[key].grid.size
         )
         data = self.loose.close([(meta.node, array_document(meta)) for meta in whole])
         number = sum(name.startswith(f"{PACKS}/{self.rank}.") for name in self.packs)
@@ -208,10 +215,10 @@ class RankManifest:
             AccessPatternError: the ranks describe an array differently.
         """
         numbers = []
-        for key, (_, summary, rank) in other.arrays.items():
-            described = Described(len(self.arrays), summary, rank)
-            number, known, first = self.arrays.setdefault(key, described)
-            if known != summary:
+        for key, summary, rank in zip(other.arrays, other.summaries, other.describers, strict=True):
+            number = self._number(key, summary, rank)
+            if (known := self.summaries[number]) != summary:
+                first = self.describers[number]
                 raise AccessPatternError(
                     f"Invalid access pattern: rank {rank} and rank {first} describe key {key!r} "
                     f"differently: rank {rank} has {summary}; rank {first} has {known}; "

@@ -72,9 +72,9 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
             disagree about ``array_documents``.
     """
     whole = joined(reports)
-    for key, described in whole.arrays.items():
+    for key, number in whole.arrays.items():
         if key not in whole.created:
-            rank = described.rank
+            rank = whole.describers[number]
             raise AccessPatternError(
                 f"Invalid access pattern: rank {rank} wrote a part of key {key!r}, but "
                 "no rank holds its first shard (offset 0 along every axis) as main replica; check "
