@@ -163,8 +163,7 @@ def convert(
     same = [about, stamps, int(memory_budget), int(file_bytes)]
     journal = _Journal(beside.child(f".{output.name}.convert.journal"), json.dumps(same))
     resumed = stages.run(journal, resume=resume, verify_as=found if verify else None)
-    seconds, total = perf_counter() - started, stages.total
-    count = len(stages.arrays)
+    seconds, total, count = perf_counter() - started, stages.total, len(stages.arrays)
     done = {"tensors": count, "bytes": total, "resumed_bytes": resumed, "verified": verify}
     text = f"{output.url}: converted, {total} bytes in {seconds:.3f} s"
     log_event(logger, "convert", text, url=output.url, **about, **done, seconds=seconds)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -356,58 +356,18 @@ def _begin(
         arguments: the arguments of this rank.
         ranks: the ranks.
     """
-    documents: list[tuple[str, bytes]] = []
-    places: list[Place] = []
-    begun: list[Export] = []
-
-    def prepare() -> tuple[Location, list[tuple[str, ShardedTensor]]]:
-        target = arguments.target()
-        target.require_shared(ranks.world_size)
-        if ranks.is_coordinator:
-            documents.extend(arguments.documents())
-        places.append(place_for(target, overwrite=arguments.overwrite, durable=arguments.durable))
-        return target, named(held(), arguments.name_of)
-
-    def report(prepared: tuple[Location, list[tuple[str, ShardedTensor]]]) -> bytes:
-        target, tensors = prepared
-        said = target.url, arguments.dtype, arguments.file_bytes
-        described = [
-            replace(tensor, key=name, data=None, dtype=written_as(tensor, arguments.dtype))
-            for name, tensor in tensors
-        ]
-        return pickle.dumps((said, report_shards(described), tied(tensors)))
-
-    def agreed(reports: Sequence[Report], ties: dict[str, str]) -> Export:
-        target, place = arguments.target(), places[0]
-        arrays, holders = held_by(reports, ranks.members)
-        arrays = [meta for meta in arrays if meta.key not in ties]
-        if not arrays:
-            raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
-        layout = FileLayout.of(arrays, arguments.file_bytes, ties, SINGLE_NAME)
-        parts = place.part_bytes(layout)
-        blocks = plan_blocks(layout, arrays, holders, ranks.members, parts, place.in_order)
-        written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        return Export(ranks, place, layout, blocks, {}, written, target=target, documents=documents)
-
-    def decide(reports: list[bytes]) -> bytes:
-        told = [pickle.loads(one) for one in reports]
-        _require_same([said for said, *_ in told], ranks)
-        joined, ties = join_reports(shards for _, shards, _ in told), united(t for *_, t in told)
-        export = agreed([joined], ties)
-        begun.append(export)
-        return pickle.dumps((joined, ties, export.place.begin(export.layout)))
-
+    desk = _Desk(held, arguments, ranks)
     try:
         what = f"exporting to {shown(arguments.place)}"
-        (_, tensors), answer = ranks.step(what, prepare, report, decide)
+        tensors, answer = ranks.step(what, desk.prepare, desk.report, desk.decide)
     except BaseException:
-        for export in begun:
-            export.abandon()
+        if desk.begun is not None:
+            desk.begun.abandon()
         raise
-    joined, ties, state = pickle.loads(answer)
-    export = begun[0] if begun else agreed([joined], ties)
+    agreed: _Agreed = pickle.loads(answer)
+    export = desk.begun or desk.export(agreed)
     try:
-        export.place.join(state, export.layout)
+        export.place.join(agreed.state, export.layout)
         wanted = export.pieces
         for name, tensor in tensors:
             for box, source in sources_of(tensor):
@@ -418,12 +378,104 @@ def _begin(
     return export
 
 
-def _require_same(said: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
+class _Described(NamedTuple):
+    """A rank's report at the beginning of an export.
+
+    Attributes:
+        same: place, data type and size of files, which are the same on all ranks.
+        shards: its tensors.
+        ties: result of :func:`tied`.
+    """
+
+    same: tuple[Any, ...]
+    shards: Report
+    ties: dict[str, str]
+
+
+class _Agreed(NamedTuple):
+    """The answer to all ranks.
+
+    Attributes:
+        shards: the tensors of all ranks.
+        ties: result of :func:`united`.
+        state: what the ranks need to join, see :meth:`Place.begin`.
+    """
+
+    shards: Report
+    ties: dict[str, str]
+    state: str = ""
+
+
+@dataclass
+class _Desk:
+    """What a rank does at the beginning of an export.
+
+    Attributes:
+        held: see :func:`_begin`.
+        arguments: the arguments of this rank.
+        ranks: the ranks.
+        place: writes the files, after :meth:`prepare`.
+        documents: files to add; on the coordinator.
+        begun: the export, once the coordinator has begun it.
+    """
+
+    held: Callable[[], Iterable[ShardedTensor]]
+    arguments: _Arguments
+    ranks: Ranks
+    place: Place | None = None
+    documents: Documents = ()
+    begun: Export | None = None
+
+    def prepare(self) -> list[tuple[str, ShardedTensor]]:
+        """Check the arguments, and return this rank's tensors with their names in the files."""
+        given, target = self.arguments, self.arguments.target()
+        target.require_shared(self.ranks.world_size)
+        if self.ranks.is_coordinator:
+            self.documents = given.documents()
+        self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)
+        return named(self.held(), given.name_of)
+
+    def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
+        """Return the report of this rank."""
+        given = self.arguments
+        same = given.target().url, given.dtype, given.file_bytes
+        shards = [
+            replace(tensor, key=name, data=None, dtype=written_as(tensor, given.dtype))
+            for name, tensor in tensors
+        ]
+        return pickle.dumps(_Described(same, report_shards(shards), tied(tensors)))
+
+    def decide(self, reports: list[bytes]) -> bytes:
+        """Begin the export, and return the answer. The coordinator calls it."""
+        described: list[_Described] = [pickle.loads(report) for report in reports]
+        _require_same([one.same for one in described], self.ranks)
+        joined = join_reports(one.shards for one in described)
+        agreed = _Agreed(joined, united(one.ties for one in described))
+        self.begun = self.export(agreed)
+        return pickle.dumps(agreed._replace(state=self.begun.place.begin(self.begun.layout)))
+
+    def export(self, agreed: _Agreed) -> Export:
+        """Return the export on this rank, without the sources of its tensors."""
+        ranks, target, place = self.ranks, self.arguments.target(), self.place
+        assert place is not None
+        arrays, holders = held_by([agreed.shards], ranks.members)
+        arrays = [meta for meta in arrays if meta.key not in agreed.ties]
+        if not arrays:
+            raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
+        layout = FileLayout.of(arrays, self.arguments.file_bytes, agreed.ties, SINGLE_NAME)
+        parts = place.part_bytes(layout)
+        blocks = plan_blocks(layout, arrays, holders, ranks.members, parts, place.in_order)
+        written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
+        documents = self.documents
+        return Export(ranks, place, layout, blocks, {}, written, target=target, documents=documents)
+
+
+def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
     """Raise :class:`AccessPatternError` if the ranks export to different places, or differently."""
-    for rank, one in zip(ranks.members, said, strict=True):
-        if one != said[0]:
+    for rank, one in zip(ranks.members, same, strict=True):
+        if one != same[0]:
             raise errors.AccessPatternError(
-                f"rank {ranks.members[0]} exports to {said[0]} (place, dtype, file_bytes) "
+                f"rank {ranks.members[0]} exports to {same[0]} (place, dtype, file_bytes) "
                 f"but rank {rank} to {one}; give every rank the same",
                 rank=rank,
             )

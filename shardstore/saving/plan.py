@@ -333,12 +333,7 @@ def plan_writes(
     cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
     for tensor, meta, box, whole, part in held:
         if tensor.data is None:
-            raise CheckpointingException(
-                f"key {tensor.key!r} has no data on rank {rank}, which must write it; give "
-                "every main replica its tensor",
-                key=tensor.key,
-                rank=rank,
-            )
+            raise _without_data(tensor.key, rank)
         if tensor.flattened_range is not None:
             _plan_flat(plan.writes, cut, tensor, meta, box, layouts.ranges[tensor.key][box])
             continue
@@ -350,6 +345,11 @@ def plan_writes(
             plan.writes.append(ChunkWrite(meta, index, part(slices)))
     plan.cut = [cut[chunk] for chunk in sorted(cut)]
     return plan
+
+
+def _without_data(key: str, rank: int) -> CheckpointingException:
+    text = f"key {key!r} has no data on rank {rank}, which must write it; give every main replica "
+    return CheckpointingException(text + "its tensor", key=key, rank=rank)
 
 
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
