@@ -194,7 +194,8 @@ class _Verification:
             for job in batch:
                 job()
 
-        threads = self.location.threads(max(1, self.meter.now.bytes_total))
+        total = self.meter.now
+        threads = self.location.threads(max(1, total.bytes_total), total.chunks_total)
         run_batched(jobs, work, threads=self.threads or threads)
         if not self.result.ok:
             self.stored.require_unchanged()

@@ -20,8 +20,9 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 BYTES_A_THREAD = 32 * 1024 * 1024
 """Size of the buffers for files. Larger buffers are not faster, because new memory is slow."""
 READ_BYTES = 64 * 1024 * 1024
-"""Smallest work of a thread that reads files, because one thread reads many small files faster than
-several."""
+"""Smallest work of a thread that reads files."""
+SMALL_BYTES = 1024 * 1024
+"""One thread reads many files below this size faster than several, which wait for the GIL."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full: free space or choose another place",
@@ -138,10 +139,11 @@ class LocalFolder(Location):
         """See :meth:`Location.read_many`."""
         return list(map(self.read_if_there, names, sizes or [None] * len(names)))
 
-    def threads(self, size_bytes: int = 0) -> int:
+    def threads(self, size_bytes: int = 0, count: int = 1) -> int:
         """See :meth:`Location.threads`."""
-        share = 1 + size_bytes // READ_BYTES
-        return 1 if share == 1 else min(default_threads(), share)
+        if size_bytes < max(READ_BYTES, SMALL_BYTES * count):
+            return 1
+        return min(default_threads(), 1 + size_bytes // READ_BYTES)
 
     def buffer_bytes(self, budget_bytes: int) -> int:
         """See :meth:`Location.buffer_bytes`."""

@@ -332,9 +332,9 @@ class Location(ABC):
         return {}
 
     @abstractmethod
-    def threads(self, size_bytes: int = 0) -> int:
-        """Return the useful number of threads that read files of ``size_bytes`` in all; 0: small
-        documents."""
+    def threads(self, size_bytes: int = 0, count: int = 1) -> int:
+        """Return the useful number of threads that read ``count`` files of ``size_bytes`` in all;
+        0: small documents."""
 
     def buffer_bytes(self, budget_bytes: int) -> int:
         """Return the useful size of the buffers of a load that may take ``budget_bytes``."""

@@ -103,7 +103,7 @@ class ObjectPrefix(Location):
         ]
         return dict(zip(names, run_together(*starts), strict=True))
 
-    def threads(self, size_bytes: int = 0) -> int:
+    def threads(self, size_bytes: int = 0, count: int = 1) -> int:
         """See :meth:`Location.threads`."""
         return THREADS if size_bytes else DOCUMENT_THREADS
 

@@ -22,6 +22,7 @@ from shardstore.saving.session import SplitState
 from shardstore.storage.commit.checkpoints import latest, sweep
 from shardstore.storage.commit.publish import RootContent
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.stores import folder
 from shardstore.storage.stores.location import Location
 
 
@@ -161,3 +162,14 @@ def test_a_range_beyond_the_end_of_a_file(tmp_path: Path) -> None:
     ranges = [(0, 3), (2, 9), (4, 5), (9, 2**70), (2**70, 2**71), (3, 1)]
     found = [Location.of(tmp_path).read_range("a", *one) for one in ranges]
     assert found == [b"012", b"23", b"", b"", b"", b""]
+
+
+@pytest.mark.parametrize(
+    ("size_mib", "count", "threads"),
+    [(0, 1, 1), (63, 1, 1), (128, 4, 3), (1024, 32, 8), (1024, 10**5, 1)],
+)
+def test_one_thread_reads_small_files(
+    monkeypatch: pytest.MonkeyPatch, size_mib: int, count: int, threads: int
+) -> None:
+    monkeypatch.setattr(folder, "default_threads", lambda: 8)
+    assert folder.LocalFolder("/").threads(size_mib * 2**20, count) == threads
