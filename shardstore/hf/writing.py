@@ -356,16 +356,16 @@ def _begin(
         arguments: the arguments of this rank.
         ranks: the ranks.
     """
-    desk = _Desk(held, arguments, ranks)
+    beginning = _Beginning(held, arguments, ranks)
     try:
         what = f"exporting to {shown(arguments.place)}"
-        tensors, answer = ranks.step(what, desk.prepare, desk.report, desk.decide)
+        tensors, answer = ranks.step(what, beginning.prepare, beginning.report, beginning.decide)
     except BaseException:
-        if desk.begun is not None:
-            desk.begun.abandon()
+        if beginning.begun is not None:
+            beginning.begun.abandon()
         raise
-    agreed: _Agreed = pickle.loads(answer)
-    export = desk.begun or desk.export(agreed)
+    agreed: _AllShards = pickle.loads(answer)
+    export = beginning.begun or beginning.export(agreed)
     try:
         export.place.join(agreed.state, export.layout)
         wanted = export.pieces
@@ -378,7 +378,7 @@ def _begin(
     return export
 
 
-class _Described(NamedTuple):
+class _HeldShards(NamedTuple):
     """A rank's report at the beginning of an export.
 
     Attributes:
@@ -392,7 +392,7 @@ class _Described(NamedTuple):
     ties: dict[str, str]
 
 
-class _Agreed(NamedTuple):
+class _AllShards(NamedTuple):
     """The answer to all ranks.
 
     Attributes:
@@ -407,7 +407,7 @@ class _Agreed(NamedTuple):
 
 
 @dataclass
-class _Desk:
+class _Beginning:
     """What a rank does at the beginning of an export.
 
     Attributes:
@@ -443,18 +443,18 @@ class _Desk:
             replace(tensor, key=name, data=None, dtype=written_as(tensor, given.dtype))
             for name, tensor in tensors
         ]
-        return pickle.dumps(_Described(same, report_shards(shards), tied(tensors)))
+        return pickle.dumps(_HeldShards(same, report_shards(shards), tied(tensors)))
 
     def decide(self, reports: list[bytes]) -> bytes:
         """Begin the export, and return the answer. The coordinator calls it."""
-        described: list[_Described] = [pickle.loads(report) for report in reports]
+        described: list[_HeldShards] = [pickle.loads(report) for report in reports]
         _require_same([one.same for one in described], self.ranks)
         joined = join_reports(one.shards for one in described)
-        agreed = _Agreed(joined, united(one.ties for one in described))
+        agreed = _AllShards(joined, united(one.ties for one in described))
         self.begun = self.export(agreed)
         return pickle.dumps(agreed._replace(state=self.begun.place.begin(self.begun.layout)))
 
-    def export(self, agreed: _Agreed) -> Export:
+    def export(self, agreed: _AllShards) -> Export:
         """Return the export on this rank, without the sources of its tensors."""
         ranks, target, place = self.ranks, self.arguments.target(), self.place
         assert place is not None

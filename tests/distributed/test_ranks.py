@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardstore.coverage import FlatRange
 from shardstore.distributed import messages
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks
 from shardstore.errors import AccessPatternError, RanksError, StorageError
@@ -203,7 +204,8 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
         return
     meta = ArrayMeta("a", "a", Grid((40,), (10,)), "uint8")
     of_rank = [
-        CutChunk(meta, (n,), (10,), n, ((n, 0, 1), ((n + 1) % WORLD, 1, 10))) for n in range(WORLD)
+        CutChunk(meta, (n,), (10,), n, (FlatRange(0, 1, n), FlatRange(1, 10, (n + 1) % WORLD)))
+        for n in range(WORLD)
     ]
     cut = [
         replace(

@@ -100,7 +100,7 @@ class Files:
         self._keep(name, data)
 
     def add_arrays(self, arrays: Iterable[tuple[ArrayMeta, bool]], *, documents: bool) -> None:
-        """Record arrays in the manifest.
+        """Record arrays in the manifest, and the chunks of constant ones.
 
         Args:
             arrays: arrays, and whether this writer creates them.
@@ -113,7 +113,8 @@ class Files:
         for meta, created in arrays:
             self._manifest.add_array(meta, created=created)
             if created and meta.constant is not None:
-                add_constant(self._manifest, meta)
+                for index in map(meta.grid.index_at, range(meta.grid.size)):
+                    self._manifest.add_chunk(meta, index, constant_record(meta, index))
             if created and documents and meta.has_document(packs=self._manifest.has_packs):
                 self._keep(f"{meta.node}/{meta.document_name}", array_document(meta).encode())
 
@@ -130,12 +131,6 @@ class Files:
     def flush(self) -> None:
         """Write the collected files. Raises the errors of :meth:`put`."""
         self.flush_beside(lambda: None)
-
-
-def add_constant(manifest: RankManifest, meta: ArrayMeta) -> None:
-    """Record the chunks of a constant array."""
-    for index in map(meta.grid.index_at, range(meta.grid.size)):
-        manifest.add_chunk(meta, index, constant_record(meta, index))
 
 
 def put_chunks(
@@ -158,10 +153,7 @@ def put_chunks(
         StorageError: the store failed.
     """
     manifest.array_documents, manifest.has_packs = options.array_documents, options.pack
-    for meta, created in metas:
-        manifest.add_array(meta, created=created)
-        if created and meta.constant is not None:
-            add_constant(manifest, meta)
+    Files(attempt, manifest, options.budget_bytes).add_arrays(metas, documents=False)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
