@@ -82,27 +82,17 @@ class Places:
         return all(file < len(self.files) and first < 2**62 for file, first, _ in found)
 
 
-class _Entry(NamedTuple):
-    """A member of a pack in the making."""
-
-    name: bytes
-    crc: int
-    size: int
-    offset: int
-    """Of its local header."""
-
-
 @dataclass
 class Pack:
     """A pack in the making.
 
     Attributes:
         body: the members so far, each a local header and its content.
-        members: an entry for each of them.
+        members: name, CRC-32, size and the offset of the local header of each of them.
     """
 
     body: bytearray = field(default_factory=bytearray)
-    members: list[_Entry] = field(default_factory=list)
+    members: list[tuple[bytes, int, int, int]] = field(default_factory=list)
 
     def add(self, name: str, content: Iterable[bytes | memoryview]) -> tuple[int, int]:
         """Add a member. Return its first byte, and its size in bytes."""
@@ -116,14 +106,14 @@ class Pack:
         size = len(self.body) - first
         about = (_VERSION, 0, 0, 0, _DATE, crc, size, size, len(encoded), 0)
         _LOCAL.pack_into(self.body, offset, b"PK\3\4", *about)
-        self.members.append(_Entry(encoded, crc, size, offset))
+        self.members.append((encoded, crc, size, offset))
         return first, size
 
     def extend(self, other: Pack) -> int:
         """Add the members of another pack. Return by how many bytes they moved."""
         moved = len(self.body)
         self.body += other.body
-        self.members += [one._replace(offset=one.offset + moved) for one in other.members]
+        self.members += [(*member[:3], member[3] + moved) for member in other.members]
         return moved
 
     def close(self, documents: Sequence[tuple[str, str]]) -> bytes:
