@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from shardstore.storage.format.documents import CRC32C, ArrayMeta
 from shardstore.storage.movers.chunk_bytes import (
     SCRATCH_BYTES,
     as_bytes,
-    buffers,
     scratch,
     view_in_chunk,
 )
@@ -34,7 +33,12 @@ from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest,
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FileBox, Slab
-from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
+from shardstore.storage.movers.verify import (
+    IO_BYTES,
+    ChunkVerifier,
+    chunk_error,
+    require_stored_size,
+)
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.folder import open_regular, store_errors
@@ -51,9 +55,6 @@ except ImportError:  # no compiler at the installation, or no VPCLMULQDQ
 else:
     COMPILED = True
 
-IO_BYTES = 2 * 1024 * 1024
-"""Size of a single read or write: large enough to make the cost of system calls negligible, small
-enough to stay mostly in the processor's cache during checksum and copy."""
 WRITEBACK_FROM = 1024 * 1024
 """Smaller files wait for the one sync at the end, which writes neighbouring files together."""
 WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
@@ -306,7 +307,7 @@ def read_file(path: str, verifier: ChunkVerifier, part: ChunkPart | None = None)
     array = verifier.array
     try:
         require_stored_size(array, verifier.number, os.fstat(fd).st_size)
-        views = None if part is None or array.is_compressed else _targets(part, verifier)
+        views = None if part is None or array.is_compressed else verifier.targets(part)
         for view in views or repeat(scratch(IO_BYTES).data):
             got = _fill(fd, view, verifier.first + verifier.count)
             verifier.update(view[:got])
@@ -326,20 +327,6 @@ def _fill(fd: int, view: memoryview, offset: int) -> int:
     while done < len(view) and (got := os.preadv(fd, [view[done:]], offset + done)):
         done += got
     return done
-
-
-def _targets(part: ChunkPart, verifier: ChunkVerifier) -> Iterator[memoryview]:
-    """Yield memory for the bytes of a chunk to read, in order. The caller fills each view before it
-    requests the next one."""
-    shape = part.array.grid.chunk_shape
-    memory = buffers(part.out, part.within, shape, verifier.first, verifier.last)
-    for buffer, target, _ in memory:
-        for start in range(0, len(buffer), IO_BYTES):
-            yield buffer[start : start + IO_BYTES].data
-        if target is not None:
-            target[...] = view_in_chunk(buffer, target, shape)
-    if part.array.has_crc and not verifier.sums:
-        yield memoryview(bytearray(CRC_BYTES))
 
 
 class _MappedFile:

@@ -33,6 +33,7 @@ from shardstore.storage.stores.object_io import (
     MAX_OBJECT_BYTES,
     Create,
     ObjectIO,
+    Pieces,
     Request,
     run_requests,
 )
@@ -62,7 +63,7 @@ class ObjectMover(Mover):
                 done(item, record)
 
         if writes:
-            lane = _Lane(self, {item.array.chunk_bytes for item in writes})
+            lane = _Lane(self, {item.array.chunk_bytes for item in writes}, of_puts=True)
             lane.run(_Put(item, lane, self.check, written) for item in writes)
 
     def read_parts(self, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone) -> None:
@@ -70,7 +71,7 @@ class ObjectMover(Mover):
         compared with the commit, which detects chunks that a late writer of another save has
         overwritten."""
         if parts:
-            lane = _Lane(self, {part.array.chunk_bytes for part in parts})
+            lane = _Lane(self, {part.array.chunk_bytes for part in parts}, of_puts=False)
             lane.run(_Get(part, lane, manifest, done) for part in parts)
 
     def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:
@@ -122,11 +123,13 @@ class _Lane:
     Args:
         mover: the mover.
         sizes: sizes of the chunks in bytes.
+        of_puts: whether the chunks are written.
     """
 
-    def __init__(self, mover: ObjectMover, sizes: Collection[int]) -> None:
+    def __init__(self, mover: ObjectMover, sizes: Collection[int], *, of_puts: bool) -> None:
         self.io, self.url = mover.location.io(), mover.location.url
-        self.budget = _Budget(mover.options.budget_bytes, self.io, max(sizes))
+        copies = self.io.put_copies if of_puts else 1
+        self.budget = _Budget(mover.options.budget_bytes, self.io, copies * max(sizes))
         self._has_small = min(sizes) < LARGE_BYTES
 
     def run(self, transfers: Iterable[Request]) -> None:
@@ -228,7 +231,7 @@ class _Get(_Transfer[ChunkPart]):
     manifest: GetManifest
     done: ReadDone
     _verifier: ChunkVerifier = field(init=False)
-    _answer: Callable[[], bytes | memoryview | None] = field(init=False)
+    _answer: Pieces = field(init=False)
 
     def needs(self) -> _Needs:
         """See :meth:`_Transfer.needs`. A compressed chunk is in memory three times: twice as
@@ -252,19 +255,14 @@ class _Get(_Transfer[ChunkPart]):
 
     def end(self) -> None:
         """See :meth:`_Transfer.end`."""
-        part, verifier, data = self.item, self._verifier, self._answer()
-        del self._answer  # frees TensorStore's copy
+        part, verifier = self.item, self._verifier
         try:
-            if data is None:
-                raise codecs.BadChunkError("missing", "is missing")
-            verifier.update(memoryview(data))
-            verifier.finish()
+            verifier.receive(part, self._answer)
         except codecs.BadChunkError as problem:
             url = f"{self.lane.url}/{part.array.chunk_name(part.index)}"
             raise chunk_error(part.array, part.index, url, problem, self.manifest) from None
-        verifier.scatter(part, verifier.chunk or data)
-        counters.add(bytes_read=len(data), chunks_read=1)
-        del data, verifier, self._verifier
+        del self._verifier  # with the content of a compressed chunk
+        counters.add(bytes_read=verifier.count, chunks_read=1)
         self.done(part.out.nbytes, 1)
 
 
@@ -287,13 +285,13 @@ class _Budget:
         budget_bytes: memory limit; an object that exceeds it transfers alone.
         io: puts and gets the objects; :attr:`ObjectIO.requests` limits the number of objects of at
             least :data:`LARGE_BYTES`.
-        largest: size of the largest object in bytes; one such object at a time is in memory twice.
+        copies_bytes: memory for the copies of one object at a time.
     """
 
-    def __init__(self, budget_bytes: int, io: ObjectIO, largest: int) -> None:
+    def __init__(self, budget_bytes: int, io: ObjectIO, copies_bytes: int) -> None:
         # Reserve an eighth for connections and for memory that the allocator keeps.
         room = budget_bytes - budget_bytes // 8
-        self._free = self._all = max(room - largest, room // 2)
+        self._free = self._all = max(room - copies_bytes, room // 2)
         self._large = io.requests
         self._least = 0 if io.blocks else LEAST_CONNECTION_BYTES
         self._error: BaseException | None = None

@@ -72,11 +72,9 @@ def _read_group(
             if data is None:
                 raise BadChunkError("missing", "lies in a pack that is missing")
             stored = memoryview(data)[first - start : last - start]
-            verifier.update(stored)
-            verifier.finish()
+            verifier.receive(part, iter([stored]))
         except BadChunkError as problem:
             url = f"{location.url}/{name} (bytes {first} to {last})"
             raise chunk_error(array, part.index, url, problem, manifest) from None
-        verifier.scatter(part, verifier.chunk or stored)
         done(part.out.nbytes, 1)
     counters.add(bytes_read=len(data or b""), chunks_read=len(group))

@@ -6,9 +6,10 @@ Every read of a chunk in steps, from a file or an object, for a load or a verifi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import xxhash
@@ -16,7 +17,7 @@ import xxhash
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import block_bytes
-from shardstore.storage.movers.chunk_bytes import span, view_in_chunk
+from shardstore.storage.movers.chunk_bytes import buffers, span, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, GetManifest
 from shardstore.storage.movers.codecs import (
     CRC,
@@ -27,6 +28,11 @@ from shardstore.storage.movers.codecs import (
     stored_bytes,
 )
 from shardstore.storage.runtime.checksums import Sums, crc32c
+
+IO_BYTES = 2 * 1024 * 1024
+"""Size of a single read or write: large enough to make the cost of system calls negligible, small
+enough to stay mostly in the processor's cache during checksum and copy."""
+_NOTHING = memoryview(bytearray())
 
 
 @dataclass(slots=True)
@@ -134,6 +140,53 @@ class ChunkVerifier:
             f"is intact but not the chunk that was committed ({how}): it was replaced, or "
             "overwritten by a late writer of another save",
         )
+
+    def targets(self, part: ChunkPart) -> Iterator[memoryview]:
+        """Yield memory for the bytes of an uncompressed chunk to read, in order. The caller fills
+        each view before it requests the next one."""
+        shape = self.array.grid.chunk_shape
+        for buffer, target, _ in buffers(part.out, part.within, shape, self.first, self.last):
+            for start in range(0, len(buffer), IO_BYTES):
+                yield buffer[start : start + IO_BYTES].data
+            if target is not None:
+                target[...] = view_in_chunk(buffer, target, shape)
+        if self.array.has_crc and not self.sums:
+            yield memoryview(bytearray(CRC_BYTES))
+
+    def receive(self, part: ChunkPart, pieces: Iterator[bytes | memoryview]) -> None:
+        """Verify the stored bytes of the chunk, and copy the elements of a part; those of a large
+        uncompressed chunk before they are verified.
+
+        Args:
+            part: receives its elements.
+            pieces: the bytes in order, up to :data:`IO_BYTES` of an uncompressed chunk in one; none
+                if there is no chunk.
+
+        Raises:
+            BadChunkError: the chunk is missing, or its size or a checksum differs.
+        """
+        piece = next(pieces, None)
+        if piece is None:
+            raise BadChunkError("missing", "is missing")
+        if self.array.is_compressed or self.last - self.first <= IO_BYTES:
+            for data in chain([piece], pieces):
+                self.update(memoryview(data))
+            self.finish()
+            self.scatter(part, self.chunk or piece)
+            return
+        targets, target = self.targets(part), _NOTHING
+        while piece is not None:
+            left = memoryview(piece)
+            while left:
+                target = target or next(targets, _NOTHING)
+                count = min(len(target) or len(left), len(left))
+                self.update(left[:count])
+                target[:count] = left[: len(target)]
+                left, target = left[count:], target[count:]
+            del piece, left  # before the next one is taken
+            piece = next(pieces, None)
+        next(targets, None)  # scatters the last buffer
+        self.finish()
 
     def scatter(self, part: ChunkPart, data: bytes | memoryview) -> None:
         """Copy the elements of a part from the bytes ``first:last`` of the uncompressed chunk."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,9 @@ from shardstore.storage.runtime.parallel import default_threads, run_batched
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 """The content of an object, in order."""
+Pieces: TypeAlias = Iterator[bytes | memoryview]
+"""The bytes of an object, or of a range of it, in order; no piece if there is no such object. Each
+is freed before the next one is taken, if the caller keeps none."""
 
 MAX_OBJECT_BYTES = 5 * 1024**3
 """Size limit of one PUT (Amazon S3 user guide, "Uploading objects")."""
@@ -37,12 +40,14 @@ class ObjectIO:
     Attributes:
         requests: useful number of concurrent requests.
         small_requests: the same for objects below :data:`LARGE_BYTES`.
+        put_copies: copies of one object at a time that PUTs have in memory beside the others.
         blocks: whether each request blocks a thread.
         reads_past_end: whether a range may end after the object, without a second request.
     """
 
     requests: int
     small_requests: int
+    put_copies = 1
     blocks = True
     reads_past_end = True
 
@@ -81,7 +86,7 @@ class ObjectIO:
         Raises:
             StorageError: the store refused, or did not answer.
         """
-        return self.begin_get(key, start, stop, size=size)()
+        return joined(self.begin_get(key, start, stop, size=size))
 
     def end_of(self, size: int | None) -> int | None:
         """Return the ``stop`` of a :meth:`get` of an object of ``size`` bytes (``None``: unknown).
@@ -94,9 +99,16 @@ class ObjectIO:
 
     def begin_get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> Callable[[], bytes | memoryview | None]:
-        """Start :meth:`get`. Return a function that waits for the end and returns the result."""
-        return partial(self.get, key, start, stop, size=size)
+    ) -> Pieces:
+        """Start :meth:`get`. The iteration over the result waits for it."""
+        if (data := self.get(key, start, stop, size=size)) is not None:
+            yield data
+
+
+def joined(pieces: Pieces) -> bytes | memoryview | None:
+    """Return the bytes of all pieces; ``None`` if there is none."""
+    found = list(pieces)
+    return b"".join(found) if len(found) > 1 else next(iter(found), None)
 
 
 class Request(ABC):

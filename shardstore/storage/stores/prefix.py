@@ -18,7 +18,7 @@ from shardstore.errors import StorageError
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.location import Location, StoreUrl, require_size
-from shardstore.storage.stores.object_io import ObjectIO, Request, run_requests
+from shardstore.storage.stores.object_io import ObjectIO, Request, joined, run_requests
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
@@ -233,7 +233,7 @@ class _Get(Request):
 
     def finish(self) -> None:
         """See :meth:`Request.finish`."""
-        data = self._get()
+        data = joined(self._get)
         del self._get  # frees TensorStore's copy
         require_size(data, f"{self.url}/{self.name}", self.size)
         self.found = None if data is None else bytes(data)

@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,13 +24,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import IO, Any, TypeVar
 
-import numpy as np
 import tensorstore as ts
 
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy, too_late
 from shardstore.storage.stores.gcs import ENDPOINT, GcsSettings
-from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
+from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts, Pieces
 from shardstore.storage.stores.remote import RemoteStore
 from shardstore.storage.stores.s3 import S3Settings
 from shardstore.storage.stores.s3_uploads import begin_upload
@@ -43,9 +43,9 @@ KEPT_BYTES = 32 * 1024 * 1024 - 64 * 1024
 """Size of a block that is allocated and freed before the first request. After that, glibc keeps
 freed blocks up to this size for later requests (Linux man-pages, mallopt(3), M_MMAP_THRESHOLD).
 Fresh pages for each object would take as much processor time as the rest of a load."""
-PART_BYTES = 16 * 1024 * 1024
-"""Minimum size of the parts in which objects larger than :data:`KEPT_BYTES` are read."""
-MOST_PARTS = 8
+PART_BYTES, MOST_PARTS = 16 * 1024 * 1024 + 64 * 1024, 8
+"""Larger objects are read in parts. The allocator keeps the memory of those that were copied; a
+chunk of 32 MiB and its checksum are two parts."""
 ASKED_EVERY_S = 30.0
 """Seconds between two requests to botocore for credentials, which it renews some minutes before
 they expire."""
@@ -93,6 +93,13 @@ def plain_words(text: str) -> str:
     return shown if code is None or code.group(1) in shown else f"{code.group(1)}: {shown}"
 
 
+def _pieces(parts: deque[Callable[[], bytes | None]]) -> Pieces:
+    """Wait for the parts and yield them; popleft frees TensorStore's copy of each."""
+    while parts and (data := parts.popleft()()) is not None:
+        yield data
+        del data
+
+
 @dataclass(frozen=True)
 class Opened:
     """An open key-value store with the credentials at the time of opening.
@@ -124,6 +131,7 @@ class KvStoreIO(ObjectIO):
 
     requests = 32
     small_requests = 160
+    put_copies = 2  # the joined parts, and TensorStore's copy of its argument
     blocks = False
     reads_past_end = False
 
@@ -152,24 +160,13 @@ class KvStoreIO(ObjectIO):
 
     def begin_get(
         self, key: str, start: int = 0, stop: int | None = None, *, size: int = UNKNOWN_BYTES
-    ) -> Callable[[], bytes | memoryview | None]:
+    ) -> Pieces:
         """See :meth:`ObjectIO.begin_get`."""
         size = size if stop is None else min(size, stop - start)
-        if size <= KEPT_BYTES:
-            return self._begin_range(key, start, stop, size)
-        starts = range(start, start + size, max(PART_BYTES, -(-size // MOST_PARTS)))
+        count = min(max(1, -(-size // PART_BYTES)), MOST_PARTS)
+        starts = range(start, start + max(size, 1), -(-size // count) or 1)
         ranges = zip(starts, [*starts[1:], stop], strict=True)
-        parts = [self._begin_range(key, *part, size) for part in ranges]
-
-        def finish() -> memoryview | None:
-            found = [parts.pop(0)() for _ in starts]  # pop frees TensorStore's copy of each part
-            whole = [np.frombuffer(data, np.uint8) for data in found if data is not None]
-            if len(whole) < len(found):
-                return None
-            # numpy requests huge pages, which take few page faults.
-            return _copied(lambda: np.concatenate(whole).data, size)
-
-        return finish
+        return _pieces(deque(self._begin_range(key, *part, size) for part in ranges))
 
     def _begin_range(
         self, key: str, start: int, stop: int | None, size: int

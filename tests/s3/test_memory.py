@@ -1,5 +1,5 @@
-"""What a save to an object store takes beside the state: its budget, however the tensors lie in
-memory. The kernel's own peak of a fresh process, in bytes."""
+"""What a save to an object store, or a load, takes beside the state: its budget, however the
+tensors lie in memory. The kernel's own peak of a fresh process, in bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch
 
 import shardstore
 from shardstore.mapping import ShardedTensor
+from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.memory import peak_rss_bytes, reset_peak
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
 
 MIB = 2**20
+DEFAULT_CHUNK = 32 * MIB
 CHUNK = 4 * MIB
 BUDGET = 40 * MIB
 LIMIT = BUDGET + CHUNK + BUDGET // 20
@@ -98,3 +100,30 @@ def test_packs_keep_to_the_budget(s3_server: S3Server) -> None:
     url, options = f"s3://{s3_server.new_bucket()}", s3_server.storage_options
     (size,) = run_ranks(packed, 1, url, options)
     assert size <= BUDGET, f"{size / MIB:.1f} MiB of {BUDGET / MIB:.1f}"
+
+
+def moved(rank: int, world: int, url: str, options: dict[str, str], how: str) -> int:
+    """Growth of the peak over the first save, or load, of 16 tensors of one chunk each."""
+    fill = torch.rand if how == "save" else torch.ones
+    tensors = {f"w{i}": fill(DEFAULT_CHUNK // 4096, 1024) for i in range(16)}
+
+    def move(state: dict[str, torch.Tensor], name: str) -> None:
+        shards = {key: ShardedTensor.from_rank_offsets(key, one) for key, one in state.items()}
+        if how == "save":
+            shardstore.save(shards, f"{url}/{name}", storage_options=options)
+        else:
+            shardstore.load(shards, f"{url}/{name}", storage_options=options)
+
+    move({"small": torch.ones(8)}, "first")
+    before = reset_peak()
+    move(tensors, "second")
+    return peak_rss_bytes() - before
+
+
+def test_chunks_of_the_default_size_keep_to_the_default_budget(s3_server: S3Server) -> None:
+    """Whole and in processes of their own: the allocator keeps what one of them took."""
+    url, options = f"s3://{s3_server.new_bucket()}", s3_server.storage_options
+    for how in ("save", "load"):
+        (size,) = run_ranks(moved, 1, url, options, how)
+        text = f"{how}: {size / MIB:.1f} MiB of {DEFAULT_BUDGET_BYTES / MIB:.1f}"
+        assert 64 * MIB < size <= DEFAULT_BUDGET_BYTES, text
