@@ -380,10 +380,9 @@ class SaveSession:
         count = sum(meta.grid.size for meta in small)
         if count > MANY_SMALL and not self.options.pack:
             packs = 1 + sum(meta.grid.size * meta.chunk_bytes for meta in small) // MOST_BYTES
-            into = "one" if packs == 1 else f"about {packs}"
             logger.info(
                 f"{self.target.url}: {count} chunks have at most 1 MiB, and each is a file or "
-                f"object of its own; pack=True would put them into {into}"
+                f"object of its own; pack=True would put them into about {packs} pack(s)"
             )
 
     def _log_commit(self) -> None:

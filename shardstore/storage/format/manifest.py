@@ -56,17 +56,8 @@ MOST_PACKED = 100
 """Maximum compression ratio of the member ``arrays``, beyond 64 KiB of uncompressed text."""
 _PACK_ROW = struct.Struct("<qqQII16s").pack
 _PACK_PLACE = struct.Struct("<qqIQI").pack
-_JOINED = (
-    "arrays",
-    "summaries",
-    "describers",
-    "created",
-    "rows",
-    "running",
-    "packs",
-    "places",
-    "loose",
-)
+_OF_ARRAYS = ("arrays", "summaries", "describers", "created", "rows", "running")
+_OF_PACKS = ("packs", "places", "loose")
 """Members of a report that a joined report has for all of its ranks."""
 
 
@@ -236,7 +227,9 @@ class RankManifest:
         if other.others:
             self.files |= other.files  # packs that were written of joined reports
         self.others += other.others or [
-            replace(other, **{name: getattr(RankManifest(0), name) for name in _JOINED})
+            replace(
+                other, **{name: getattr(RankManifest(0), name) for name in _OF_ARRAYS + _OF_PACKS}
+            )
         ]
 
     def _join_packs(self, other: RankManifest, numbers: list[int]) -> None:

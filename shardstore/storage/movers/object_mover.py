@@ -261,7 +261,6 @@ class _Get(_Transfer[ChunkPart]):
         except codecs.BadChunkError as problem:
             url = f"{self.lane.url}/{part.array.chunk_name(part.index)}"
             raise chunk_error(part.array, part.index, url, problem, self.manifest) from None
-        del self._verifier  # with the content of a compressed chunk
         counters.add(bytes_read=verifier.count, chunks_read=1)
         self.done(part.out.nbytes, 1)
 

@@ -147,30 +147,30 @@ def _wrong_config(config: Mapping[str, Any]) -> str | None:
 def s3fs_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of s3fs: the given ones, short timeouts, bounded retries, and the settings
     that stores other than Amazon's need."""
-    from botocore.config import Config
-
     given = dict(options)
     short = {name: given.pop(name, None) for name in ("region_name", "endpoint_url")}
     # s3fs and botocore read AWS_DEFAULT_REGION only.
     short["region_name"] = short["region_name"] or os.environ.get("AWS_REGION")
     client = {name: value for name, value in short.items() if value}
     client |= given.get("client_kwargs") or {}
-    config = {
-        **LIMITS,
-        "retries": {"mode": "standard", "total_max_attempts": 4},
-        **(given.get("config_kwargs") or {}),
-    }
-    for name in ("request_checksum_calculation", "response_checksum_validation"):
-        # Newer clients send trailing checksums by default, which stores other than AWS refuse.
-        if name in Config.OPTION_DEFAULTS:
-            config.setdefault(name, "when_required")
     return {
         **given,
         "client_kwargs": client,
-        "config_kwargs": config,
+        "config_kwargs": config_options(**(given.get("config_kwargs") or {})),
         # One GET per document; a higher value requests the size first.
         "max_concurrency": given.get("max_concurrency", 1),
     }
+
+
+def config_options(**given: Any) -> dict[str, Any]:
+    """Return the options of botocore's ``Config``: the given ones, and those that every client
+    has."""
+    from botocore.config import Config
+
+    # Newer clients send trailing checksums by default, which stores other than AWS refuse.
+    checksums = ("request_checksum_calculation", "response_checksum_validation")
+    needed = {name: "when_required" for name in checksums if name in Config.OPTION_DEFAULTS}
+    return {**LIMITS, "retries": {"mode": "standard", "total_max_attempts": 4}, **needed, **given}
 
 
 def secrets(options: Mapping[str, Any]) -> list[str]:

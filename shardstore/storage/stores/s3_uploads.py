@@ -9,14 +9,14 @@ their own, which each load verifies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache
 from typing import Any
 
 from shardstore.storage.stores.errors import too_late
 from shardstore.storage.stores.object_io import Parts
 from shardstore.storage.stores.remote import RemoteStore, unless_there
-from shardstore.storage.stores.s3 import LIMITS, S3Settings
+from shardstore.storage.stores.s3 import S3Settings, config_options
 
 REQUESTS = 32
 """Concurrent uploads of a process. Each has a thread, which mostly waits for the socket."""
@@ -60,9 +60,7 @@ class Body:
         return memoryview(b"")
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(REQUESTS, "shardstore-uploads")
+_threads = ThreadPoolExecutor(REQUESTS, "shardstore-uploads")
 
 
 @lru_cache(maxsize=64)
@@ -74,7 +72,6 @@ def _client(settings: S3Settings) -> Any:
     is_of_amazon = "amazonaws.com" in settings.endpoint
     style = "virtual" if settings.in_host else "auto" if is_of_amazon else "path"
     key, secret, token = settings.credentials or (None, None, None)
-    checksums = ("request_checksum_calculation", "response_checksum_validation")
     # AWS_PROFILE may name a profile that does not exist beside options that name another.
     session = botocore.session.Session(session_vars={"profile": (None, None, None, None)})
     return session.create_client(
@@ -85,12 +82,11 @@ def _client(settings: S3Settings) -> Any:
         aws_secret_access_key=secret,
         aws_session_token=token,
         config=Config(
-            s3={"addressing_style": style, "payload_signing_enabled": False},
-            signature_version=None if settings.credentials else UNSIGNED,
-            max_pool_connections=REQUESTS,
-            retries={"mode": "standard", "total_max_attempts": 4},
-            **{name: "when_required" for name in checksums if name in Config.OPTION_DEFAULTS},
-            **LIMITS,
+            **config_options(
+                s3={"addressing_style": style, "payload_signing_enabled": False},
+                signature_version=None if settings.credentials else UNSIGNED,
+                max_pool_connections=REQUESTS,
+            )
         ),
     )
 
@@ -106,18 +102,15 @@ def begin_upload(
     def put() -> None:
         _client(settings).put_object(Bucket=bucket, Key=above[0], Body=body, **condition)
 
-    future = _threads().submit(unless_there, put)
+    future = _threads.submit(unless_there, put)
     seconds = remote.deadline_s(len(body))
 
     def finish() -> bool:
         with remote.errors("writing", key):
-            try:
-                written = future.result(timeout=seconds)
-            except TimeoutError:
-                if future.done():
-                    raise
+            if not wait([future], seconds).done:
                 future.cancel()
-                raise too_late(remote.url, seconds) from None
+                raise too_late(remote.url, seconds)
+            written = future.result()
         remote.has_answered()
         return written
 
