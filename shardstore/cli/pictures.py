@@ -138,8 +138,8 @@ def report(
     with store_errors("writing", output):
         target.write_text(text, encoding="utf-8")
     is_damaged = bool(damage) or (verified is not None and not verified.ok)
-    told = {"output": output, "bytes": len(text.encode()), "ok": not is_damaged}
-    answer(as_json, told, f"{output}{'  (the checkpoint is DAMAGED)' if is_damaged else ''}")
+    result = {"output": output, "bytes": len(text.encode()), "ok": not is_damaged}
+    answer(as_json, result, f"{output}{'  (the checkpoint is DAMAGED)' if is_damaged else ''}")
     raise typer.Exit(opt.DAMAGE if is_damaged else 0)
 
 

@@ -198,13 +198,13 @@ class _FilesSave:
                 "and copy the folder"
             )
             only_main = strategy.keep_only_main_replica
-            state, told = _prepared(state_dict, only_main)
+            state, report = _prepared(state_dict, only_main)
             if only_main and self._options.validate_access_integrity:
-                told.report = report_shards(nested_values(state_dict))
+                report.shards = report_shards(nested_values(state_dict))
             with store_errors("creating", self._url):
                 os.makedirs(self._folder.url, exist_ok=True)
             self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
-            return replace(self._planner.create_local_plan(), planner_data=told)
+            return replace(self._planner.create_local_plan(), planner_data=report)
 
         what = f"planning the save to {self._url}"
         plan, answer = ranks.step(what, local, pickle.dumps, self._decide, error=self.failure)
@@ -224,12 +224,12 @@ class _FilesSave:
                 "PyTorch DCP refuses the joint plan of the ranks: "
                 f"{type(problem).__name__}: {problem}"
             ) from problem
-        told: list[_RankReport] = [plan.planner_data for plan in asked]
-        for rank, one in zip(self._ranks.members, told, strict=True):
+        found: list[_RankReport] = [plan.planner_data for plan in asked]
+        for rank, one in zip(self._ranks.members, found, strict=True):
             if lost := set(one.copies) - set(self._metadata.state_dict_metadata):
                 raise without_main_replica(sorted(lost), rank)
-        check_reports([one.report for one in told], self._ranks.members)
-        cast(Any, self._metadata).mcore_data = dict(ChainMap(*(one.shapes for one in told)))
+        check_reports([one.shards for one in found], self._ranks.members)
+        cast(Any, self._metadata).mcore_data = dict(ChainMap(*(one.shapes for one in found)))
         indexes = ([{item.index for item in plan.items} for plan in of] for of in (asked, plans))
         return pickle.dumps([own - kept for own, kept in zip(*indexes, strict=True)])
 
@@ -366,22 +366,22 @@ class _RankReport:
     Attributes:
         shapes: key -> original shape of a flattened tensor, as Megatron-Core's metadata has it.
         copies: keys of which the rank holds only copies.
-        report: the shards that are checked.
+        shards: the shards that are checked.
     """
 
     shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     copies: list[str] = field(default_factory=list)
-    report: Report = field(default_factory=lambda: report_shards(()))
+    shards: Report = field(default_factory=lambda: report_shards(()))
 
 
 def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, Any], _RankReport]:
     """Return this rank's tensors and objects by flat key, for DCP's planner."""
-    told = _RankReport()
+    report = _RankReport()
     shards: dict[str, list[torch.Tensor]] = {}
     state: dict[str, Any] = {}
     for value in nested_values(state_dict):
         if only_main and not is_main_replica(value.replica_id):
-            told.copies.append(getattr(value, "unique_key", value.key))
+            report.copies.append(getattr(value, "unique_key", value.key))
         elif isinstance(value, ShardedObject):
             state[value.unique_key] = [value.data]
         elif isinstance(value, ShardedTensor):
@@ -389,13 +389,13 @@ def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, 
                 # DCP writes the memory of a tensor, not its conjugate and negative bits.
                 data = plain_tensor(value.data, value.key).resolve_conj().resolve_neg()
                 value = replace(value, data=data)
-            told.shapes.setdefault(value.key, {})
+            report.shapes.setdefault(value.key, {})
             if value.flattened_range is not None:
-                told.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
+                report.shapes[value.key] = {ORIGINAL_SHAPE: value.global_shape}
                 value = _folded(value)
             shards.setdefault(value.key, []).append(CheckpointableShardedTensor.from_sh_ten(value))
     state.update((key, LocalShardsContainer(found)) for key, found in shards.items())
-    return state, told
+    return state, report
 
 
 def _folded(tensor: ShardedTensor) -> ShardedTensor:

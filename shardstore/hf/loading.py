@@ -218,42 +218,42 @@ class _Loading:
     def run(self, meter: Meter) -> tuple[mapping.StateDict, set[str], set[str]]:
         """Load, and return the state dict, the missing and the unexpected keys."""
         step = partial(self.ranks.step, self.what)
-        (location, offered, state), answer = step(
+        asked, answer = step(
             self._prepare,
-            lambda prepared: pickle.dumps((prepared[0].url, prepared[1])),
+            lambda asked: pickle.dumps((asked.location.url, asked.group)),
             self._open,
         )
         files, apart = pickle.loads(answer)
-        files.location = replace(files.location, options=location.options)
-        shares = offered is not None and offered.shares and offered.members not in apart
+        files.location = replace(files.location, options=asked.location.options)
+        shares = asked.group and asked.group.shares and asked.group.members not in apart
+        group = self.call.replica_group if shares else None
         match, answer = step(
-            lambda: self._find(state, self.call.sources(files)),
+            lambda: self._find(asked.state, self.call.sources(files)),
             self._used,
             lambda reports: pickle.dumps(set().union(*map(pickle.loads, reports))),
         )
         used: set[str] = pickle.loads(answer)
-        (wanted, plan, *mismatch), answer = step(
+        planned, answer = step(
             lambda: self._plan(match, files, used),
-            lambda planned: pickle.dumps(self._scattered(planned[1], location)),
+            lambda planned: pickle.dumps(self._scattered(planned.reads, asked.location)),
             self._wanted,
         )
         hosts: sharing.Hosts = pickle.loads(answer)
         blocks = sharing.plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
-        group = self.call.replica_group if shares else None
-        read, _ = step(lambda: self._read(match, wanted, plan, files, group, blocks, meter))
-        missing, unexpected = mismatch
+        read, _ = step(lambda: self._read(match, planned, files, group, blocks, meter))
         shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.call.sharded_state_dict, read))
-        return shaped, missing, unexpected
+        return shaped, planned.missing, planned.unexpected
 
-    def _prepare(self) -> tuple[Location, ReadGroup | None, mapping.ShardedStateDict]:
+    def _prepare(self) -> _Asked:
         """Check the arguments, and describe every tensor of the state dict."""
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
-        offered = self.call.checked_group(location)
+        group = self.call.checked_group(location)
         self.call.check()
         state = self.call.sharded_state_dict
         check_state(state)
         everything = {dict_utils.dotted(path) for path, _ in dict_utils.leaves(state)}
-        return location, offered, dict_utils.dict_list_map_outplace(_kept, adopt(state, everything))
+        adopted = dict_utils.dict_list_map_outplace(_kept, adopt(state, everything))
+        return _Asked(location, group, adopted)
 
     def _open(self, reports: Sequence[bytes]) -> bytes:
         """Read the headers for all ranks. The coordinator calls it."""
@@ -310,14 +310,8 @@ class _Loading:
         compares = self.call.compares_all
         return pickle.dumps({k for s in match.sources.values() for k in s.keys if compares})
 
-    def _plan(
-        self, match: _Match, files: WeightFiles, used: set[str]
-    ) -> tuple[mapping.ShardedStateDict, ReadPlan, set[str], set[str]]:
-        """Compare the keys in the mode of ``strict``, and plan the reads.
-
-        Returns:
-            The wanted tensors, the plan, the missing and the unexpected keys.
-        """
+    def _plan(self, match: _Match, files: WeightFiles, used: set[str]) -> _Planned:
+        """Compare the keys in the mode of ``strict``, and plan the reads."""
         mode, wanted = self.call.mode, match.request.sharded
         missing = set(files.arrays) - used if self.call.compares_all else set[str]()
         report_keys(mode, missing, match.unexpected)
@@ -335,8 +329,8 @@ class _Loading:
                 )
             ]
         if mode is StrictHandling.IGNORE_ALL:
-            return wanted, plan, set(), set()
-        return wanted, plan, missing, match.unexpected
+            return _Planned(wanted, plan, set(), set())
+        return _Planned(wanted, plan, missing, match.unexpected)
 
     def _scattered(self, plan: ReadPlan, location: Location) -> list[tuple[str, Box]]:
         """Return the regions that are read together with other ranks of the host, if they want
@@ -361,15 +355,14 @@ class _Loading:
     def _read(
         self,
         match: _Match,
-        wanted: mapping.ShardedStateDict,
-        plan: ReadPlan,
+        planned: _Planned,
         files: WeightFiles,
         group: Group,
         blocks: Sequence[Block],
         meter: Meter,
     ) -> mapping.StateDict:
         """Read the planned regions, and put the tensors into the state dict."""
-        arrays = dict(files.arrays)
+        arrays, plan, wanted = dict(files.arrays), planned.reads, planned.wanted
         shared = _take_out(plan, {(p.key, p.held) for block in blocks for p in block.pieces})
         if group is not None:
             _fit_grids(arrays, plan, group)
@@ -392,6 +385,24 @@ class _Loading:
         loaded = assemble(plan, wanted, files.location.url, tied)
         state = dict_utils.united(match.request.local, loaded)
         return mapping.apply_factory_merges(state, match.request.factories)
+
+
+class _Asked(NamedTuple):
+    """What a rank asks for: the place, the group whose ranks could share the reading, and the state
+    dict with every tensor described."""
+
+    location: Location
+    group: ReadGroup | None
+    state: mapping.ShardedStateDict
+
+
+class _Planned(NamedTuple):
+    """The wanted tensors, the reads for them, and the missing and the unexpected keys."""
+
+    wanted: mapping.ShardedStateDict
+    reads: ReadPlan
+    missing: set[str]
+    unexpected: set[str]
 
 
 class _Match(NamedTuple):
