@@ -104,7 +104,7 @@ class Steps:
     Attributes:
         damaged: steps that were found damaged.
         incomplete: incomplete steps that the last warning about them named or counted.
-        left: steps of branches that the run left, already named in a warning.
+        abandoned: steps of branches that the run left, already named in a warning.
 
     Raises:
         ArgumentError: the prefix has characters that are not allowed.
@@ -120,7 +120,7 @@ class Steps:
         self.prefix = prefix
         self.damaged: set[int] = set()
         self.incomplete: set[int] = set()
-        self.left: set[int] = set()
+        self.abandoned: set[int] = set()
         self._known: dict[int, tuple[object, StepInfo]] = {}  # by the stamp of its commit
         self._last: int | None = None
         self._changed = threading.Condition()
@@ -290,9 +290,9 @@ class Steps:
                 "that its current state is saved"
             )
             self.log("same_content", step, text, logging.WARNING, earlier=earlier)
-        left = [n for n in branches(infos)[1] if n > step and n not in self.left]
+        left = [n for n in branches(infos)[1] if n > step and n not in self.abandoned]
         if left:
-            self.left.update(left)
+            self.abandoned.update(left)
             text = (
                 f"saved step {step} below {self.root.url}, but steps with higher numbers were "
                 f"saved before it: {', '.join(map(str, left))}. Check whether another run saves "

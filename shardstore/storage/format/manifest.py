@@ -58,7 +58,7 @@ _PACK_ROW = struct.Struct("<qqQII16s").pack
 _PACK_PLACE = struct.Struct("<qqIQI").pack
 _OF_ARRAYS = ("arrays", "summaries", "describers", "created", "rows", "running")
 _OF_PACKS = ("packs", "places", "loose")
-"""Members of a report that a joined report has for all of its ranks."""
+"""Members of a report that a joined report has for all of its ranks, by what they describe."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ from shardstore.storage.runtime.parallel import kept_memory
 
 SCRATCH_BYTES = 4 * 1024 * 1024
 """Rows of a strided or padded chunk are gathered, or scattered, in slabs of at most this size."""
+IO_BYTES = 2 * 1024 * 1024
+"""Size of a single read or write: large enough to make the cost of system calls negligible, small
+enough to stay mostly in the processor's cache during checksum and copy."""
 MAPPED_FROM_BYTES = 128 * 1024
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format.documents import CRC32C, ArrayMeta
 from shardstore.storage.movers.chunk_bytes import (
+    IO_BYTES,
     SCRATCH_BYTES,
     as_bytes,
     scratch,
@@ -33,12 +34,7 @@ from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest,
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FileBox, Slab
-from shardstore.storage.movers.verify import (
-    IO_BYTES,
-    ChunkVerifier,
-    chunk_error,
-    require_stored_size,
-)
+from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.folder import open_regular, store_errors

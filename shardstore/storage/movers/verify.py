@@ -17,7 +17,7 @@ import xxhash
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import block_bytes
-from shardstore.storage.movers.chunk_bytes import buffers, span, view_in_chunk
+from shardstore.storage.movers.chunk_bytes import IO_BYTES, buffers, span, view_in_chunk
 from shardstore.storage.movers.chunks import ChunkPart, GetManifest
 from shardstore.storage.movers.codecs import (
     CRC,
@@ -29,9 +29,6 @@ from shardstore.storage.movers.codecs import (
 )
 from shardstore.storage.runtime.checksums import Sums, crc32c
 
-IO_BYTES = 2 * 1024 * 1024
-"""Size of a single read or write: large enough to make the cost of system calls negligible, small
-enough to stay mostly in the processor's cache during checksum and copy."""
 _NOTHING = memoryview(bytearray())
 
 
@@ -178,6 +175,7 @@ class ChunkVerifier:
         while piece is not None:
             left = memoryview(piece)
             while left:
+                # Without a target the chunk is too long, which is found at its end.
                 target = target or next(targets, _NOTHING)
                 count = min(len(target) or len(left), len(left))
                 self.update(left[:count])

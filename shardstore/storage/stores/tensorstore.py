@@ -139,21 +139,26 @@ class KvStoreIO(ObjectIO):
         self._url, self._options, self._lock = url, options, threading.Lock()
         self._asked_at = -math.inf
         self.opened()
+        if self._unsigned is not None:  # botocore sends the parts from where they are
+            self.put_copies = 0
 
     def opened(self) -> Opened:
         """Return the store, with credentials that are valid for some more minutes."""
         with self._lock:
             if (now := time.monotonic()) >= self._asked_at + ASKED_EVERY_S:
                 self._remote, self._asked_at = RemoteStore(self._url, self._options), now
-                self._settings = self._remote.driver_settings()
+                self._settings = found = self._remote.driver_settings()
+                self._unsigned = (
+                    found if isinstance(found, S3Settings) and found.is_unsigned else None
+                )
             return _open(self._url, self._settings, shared_context())
 
     def begin_put(self, key: str, parts: Parts, *, create: bool) -> Callable[[], bool]:
         """See :meth:`ObjectIO.begin_put`."""
         condition, size = NOTHING_THERE if create else None, sum(map(len, parts))
         store = self.opened()
-        if isinstance(self._settings, S3Settings) and self._settings.is_unsigned:
-            return begin_upload(self._remote, self._settings, key, parts, create=create)
+        if self._unsigned is not None:
+            return begin_upload(self._remote, self._unsigned, key, parts, create=create)
         future = _copied(lambda: store.kvs.write(key, b"".join(parts), if_equal=condition), size)
         written = self._begun("writing", key, size, store, future)
         return lambda: bool(written().generation != REFUSED)
