@@ -158,9 +158,9 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     is_empty = not math.prod(shape)
     if not all(runs) and not is_empty:
         return mapping.LocalNonpersistentObject(tensor)
-    local = cast(Any, tensor.detach()).to_local()
-    if hasattr(local, "wait"):
-        local = local.wait()
+    with torch.no_grad():  # else to_local() makes a node of the autograd graph
+        local = cast(Any, tensor).to_local()
+        local = (local.wait() if hasattr(local, "wait") else local).detach()
     made = tensor
     if local.is_meta and loading:
         local = torch.empty_like(local, device=mesh.device_type)

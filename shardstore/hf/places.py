@@ -336,8 +336,9 @@ class S3Place(StorePlace):
         for name, upload in self._uploads.items():
             with suppress(StorageError, FileNotFoundError):  # it has ended
                 self._call("abort_multipart_upload", name, {"UploadId": upload})
-        with suppress(StorageError):
-            self._remote.delete([RECORD_NAME])
+        if self._uploads:  # else the record is not of this export
+            with suppress(StorageError):
+                self._remote.delete([RECORD_NAME])
         self._uploads.clear()
 
     def _call(

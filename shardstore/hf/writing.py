@@ -1,8 +1,8 @@
 """Write a model as safetensors files, each byte once, by the ranks that hold it.
 
-All ranks send the coordinator their layouts, and get those of all ranks, from which each computes
-the files and the ranges that it writes. A second step at the end makes the model visible. An error
-of any rank is raised on every rank, and nothing is visible then.
+All ranks send the coordinator their layouts, and get the files, and the ranges that each rank
+writes. A second step at the end makes the model visible. An error of any rank is raised on every
+rank, and nothing is visible then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 
 from shardstore import errors
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
-from shardstore.coverage import Report, join_reports, report_shards
+from shardstore.coverage import Report, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import adopt
 from shardstore.hf.block_writer import BlockWriter, Source, source_of
-from shardstore.hf.blocks import held_by, plan_blocks
+from shardstore.hf.blocks import Block, held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, is_file_name
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
@@ -361,13 +361,23 @@ def _begin(
         what = f"exporting to {shown(arguments.place)}"
         tensors, answer = ranks.step(what, beginning.prepare, beginning.report, beginning.decide)
     except BaseException:
-        if beginning.begun is not None:
-            beginning.begun.abandon()
+        if ranks.is_coordinator and beginning.place is not None:
+            beginning.place.abandon()
         raise
-    agreed: _AllShards = pickle.loads(answer)
-    export = beginning.begun or beginning.export(agreed)
+    assert beginning.place is not None
+    plan: _Plan = pickle.loads(answer)
+    export = Export(
+        ranks,
+        beginning.place,
+        plan.layout,
+        plan.blocks,
+        {},
+        plan.dtypes,
+        target=arguments.target(),
+        documents=beginning.documents,
+    )
     try:
-        export.place.join(agreed.state, export.layout)
+        export.place.join(plan.state, export.layout)
         wanted = export.pieces
         for name, tensor in tensors:
             for box, source in sources_of(tensor):
@@ -392,18 +402,20 @@ class _HeldShards(NamedTuple):
     ties: dict[str, str]
 
 
-class _AllShards(NamedTuple):
+class _Plan(NamedTuple):
     """The answer to all ranks.
 
     Attributes:
-        shards: the tensors of all ranks.
-        ties: result of :func:`united`.
+        layout: the files.
+        blocks: what each rank writes.
+        dtypes: name of a tensor -> data type that it is written in.
         state: what the ranks need to join, see :meth:`Place.begin`.
     """
 
-    shards: Report
-    ties: dict[str, str]
-    state: str = ""
+    layout: FileLayout
+    blocks: list[Block]
+    dtypes: dict[str, torch.dtype]
+    state: str
 
 
 @dataclass
@@ -416,7 +428,6 @@ class _Beginning:
         ranks: the ranks.
         place: writes the files, after :meth:`prepare`.
         documents: files to add; on the coordinator.
-        begun: the export, once the coordinator has begun it.
     """
 
     held: Callable[[], Iterable[ShardedTensor]]
@@ -424,7 +435,6 @@ class _Beginning:
     ranks: Ranks
     place: Place | None = None
     documents: Documents = ()
-    begun: Export | None = None
 
     def prepare(self) -> list[tuple[str, ShardedTensor]]:
         """Check the arguments, and return this rank's tensors with their names in the files."""
@@ -446,28 +456,21 @@ class _Beginning:
         return pickle.dumps(_HeldShards(same, report_shards(shards), tied(tensors)))
 
     def decide(self, reports: list[bytes]) -> bytes:
-        """Begin the export, and return the answer. The coordinator calls it."""
+        """Plan and begin the export, and return the plan. The coordinator calls it."""
         described: list[_HeldShards] = [pickle.loads(report) for report in reports]
-        _require_same([one.same for one in described], self.ranks)
-        joined = join_reports(one.shards for one in described)
-        agreed = _AllShards(joined, united(one.ties for one in described))
-        self.begun = self.export(agreed)
-        return pickle.dumps(agreed._replace(state=self.begun.place.begin(self.begun.layout)))
-
-    def export(self, agreed: _AllShards) -> Export:
-        """Return the export on this rank, without the sources of its tensors."""
-        ranks, target, place = self.ranks, self.arguments.target(), self.place
+        members, target, place = self.ranks.members, self.arguments.target(), self.place
         assert place is not None
-        arrays, holders = held_by([agreed.shards], ranks.members)
-        arrays = [meta for meta in arrays if meta.key not in agreed.ties]
+        _require_same([one.same for one in described], self.ranks)
+        ties = united(one.ties for one in described)
+        arrays, holders = held_by([one.shards for one in described], members)
+        arrays = [meta for meta in arrays if meta.key not in ties]
         if not arrays:
             raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
-        layout = FileLayout.of(arrays, self.arguments.file_bytes, agreed.ties, SINGLE_NAME)
+        layout = FileLayout.of(arrays, self.arguments.file_bytes, ties, SINGLE_NAME)
         parts = place.part_bytes(layout)
-        blocks = plan_blocks(layout, arrays, holders, ranks.members, parts, place.in_order)
+        blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        documents = self.documents
-        return Export(ranks, place, layout, blocks, {}, written, target=target, documents=documents)
+        return pickle.dumps(_Plan(layout, blocks, written, place.begin(layout)))
 
 
 def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:

@@ -353,11 +353,12 @@ def test_a_tied_weight_called_format_keeps_the_format(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_a_record_of_uploads_that_is_none_is_named(s3_server: S3Server) -> None:
+def test_a_record_of_uploads_that_is_none_is_named_and_stays(s3_server: S3Server) -> None:
     place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
     place.write(".shardstore-uploads.json", b"[1]")
     with pytest.raises(StorageError, match=r"m/\.shardstore-uploads\.json .*remove it"):
         hf.save(MODEL, place.url, storage_options=s3_server.storage_options)
+    assert place.read(".shardstore-uploads.json") == b"[1]"  # it belongs to somebody else
 
 
 def test_a_header_that_no_reader_takes_is_not_written(

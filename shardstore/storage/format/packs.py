@@ -98,8 +98,7 @@ class Pack:
         """Add a member. Return its first byte, and its size in bytes."""
         encoded, offset, crc = name.encode(), len(self.body), 0
         first = offset + _LOCAL.size + len(encoded)
-        self.body += bytes(_LOCAL.size)
-        self.body += encoded
+        self.body += bytes(_LOCAL.size) + encoded
         for part in content:
             crc = zlib.crc32(part, crc)
             self.body += part
@@ -124,8 +123,7 @@ class Pack:
         start, count = len(self.body), len(self.members)
         for name, crc, size, offset in self.members:
             about = (_UNIX | _VERSION, _VERSION, 0, 0, 0, _DATE, crc, size, size, len(name))
-            self.body += _MEMBER.pack(b"PK\1\2", *about, 0, 0, 0, 0, _MODE, offset)
-            self.body += name
+            self.body += _MEMBER.pack(b"PK\1\2", *about, 0, 0, 0, 0, _MODE, offset) + name
         end = len(self.body)
         if count >= 0xFFFF:
             rest = (_UNIX | _VERSION_64, _VERSION_64, 0, 0, count, count, end - start, start)

@@ -65,9 +65,8 @@ def _read_group(
     name, start, *_ = group[0]
     data = location.read_range(name, start, max(one.last for one in group))
     for _, first, last, part in group:
-        array = part.array
-        crc, size = array.expected_crc(part.number), array.chunk_bytes
-        verifier = ChunkVerifier(array, part.number, 0, size, crc=crc)
+        array, crc = part.array, part.array.expected_crc(part.number)
+        verifier = ChunkVerifier(array, part.number, 0, array.chunk_bytes, crc=crc)
         try:
             if data is None:
                 raise BadChunkError("missing", "lies in a pack that is missing")
