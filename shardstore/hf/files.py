@@ -293,11 +293,10 @@ def _named(place: Location) -> tuple[Location, str]:
         raise place.error(
             f" is a file, but not a safetensors file: {found}", errors.NotACheckpointError
         )
-    raise place.error(
-        f" holds {len(indices)} safetensors indices and {len(files)} files; give the path of one "
-        "of them",
-        errors.NotACheckpointError,
-    )
+    what = f"{len(indices)} safetensors indices and {len(files)} files; give the path of one"
+    if not indices and not files:
+        what = "no safetensors file; convert a model of another format, such as pytorch_model.bin"
+    raise place.error(f" holds {what}", errors.NotACheckpointError)
 
 
 def is_file_name(name: str) -> bool:

@@ -295,6 +295,11 @@ def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
     (place / "model.safetensors.index.json").unlink()
     with pytest.raises(NotACheckpointError, match="0 safetensors indices and 2 files"):
         hf.load(zeros(), place)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "pytorch_model.bin").write_bytes(b"PK")
+    with pytest.raises(NotACheckpointError, match="other holds no safetensors file; convert"):
+        hf.load(zeros(), other)
 
 
 # -- hostile files ---------------------------------------------------------------------------------
