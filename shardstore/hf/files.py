@@ -295,7 +295,8 @@ def _named(place: Location) -> tuple[Location, str]:
         )
     what = f"{len(indices)} safetensors indices and {len(files)} files; give the path of one"
     if not indices and not files:
-        what = "no safetensors file; convert a model of another format, such as pytorch_model.bin"
+        what = "no safetensors file; shardstore.load reads checkpoints. Convert other models first, "
+        what += "such as pytorch_model.bin"
     raise place.error(f" holds {what}", errors.NotACheckpointError)
 
 

@@ -470,7 +470,8 @@ class _Beginning:
         parts = place.part_bytes(layout)
         blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        return pickle.dumps(_Plan(layout, blocks, written, place.begin(layout)))
+        state = place.begin(layout)
+        return pickle.dumps(_Plan(layout, blocks, written, state))
 
 
 def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
