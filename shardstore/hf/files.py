@@ -295,8 +295,8 @@ def _named(place: Location) -> tuple[Location, str]:
         )
     what = f"{len(indices)} safetensors indices and {len(files)} files; give the path of one"
     if not indices and not files:
-        what = "no safetensors file; shardstore.load reads checkpoints. Convert other models first, "
-        what += "such as pytorch_model.bin"
+        what = "no safetensors file; shardstore.load reads checkpoints. Convert other models, "
+        what += "such as pytorch_model.bin, first"
     raise place.error(f" holds {what}", errors.NotACheckpointError)
 
 
