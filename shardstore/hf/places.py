@@ -26,6 +26,7 @@ from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
+from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.folder import fsync, store_errors
 from shardstore.storage.stores.location import Location
@@ -95,27 +96,39 @@ class FolderFiles:
 
     Args:
         url: path of the folder.
+        durable: start the writeback of large ranges, because a sync follows.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, *, durable: bool = False) -> None:
+        self._url, self._durable = url, durable
 
     def create(self, layout: FileLayout) -> None:
         """Create the files with their headers and full sizes; the content of others stays."""
         for name, head in layout.heads.items():
-            self.write(name, 0, memoryview(head), flags=os.O_CREAT)
-            with store_errors("creating", f"{self._url}/{name}"):
-                os.truncate(f"{self._url}/{name}", layout.sizes[name])
+            self.write(name, 0, memoryview(head), layout.sizes[name])
 
-    def write(self, name: str, start: int, data: memoryview, flags: int = 0) -> None:
-        """Write a range of a file. Several threads may call it."""
-        path = f"{self._url}/{name}"
+    def write(self, name: str, start: int, data: memoryview, create_bytes: int = 0) -> None:
+        """Write a range of a file. Several threads may call it.
+
+        Args:
+            name: name of the file.
+            start: byte offset of the range.
+            data: the bytes.
+            create_bytes: create the file, with this size; 0: it exists.
+        """
+        path, size = f"{self._url}/{name}", len(data)
         with store_errors("writing", path):
-            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666)
+            file = os.open(
+                path, os.O_WRONLY | os.O_NOFOLLOW | (os.O_CREAT if create_bytes else 0), 0o666
+            )
             try:
+                if create_bytes:
+                    allocate(file, create_bytes)
                 while data:
                     written = os.pwrite(file, data, start)
                     data, start = data[written:], start + written
+                if self._durable and size >= WRITEBACK_FROM:
+                    start_writeback(file, start - size, size)
             finally:
                 os.close(file)
 
@@ -185,8 +198,9 @@ class FolderPlace:
 
     def write(self, name: str, start: int, data: memoryview) -> None:
         """See :class:`Place`."""
-        FolderFiles(self._attempt.location.url).write(name, start, data)
-        self._written.add(f"{self._attempt.location.url}/{name}")
+        url = self._attempt.location.url
+        FolderFiles(url, durable=self._options.durable).write(name, start, data)
+        self._written.add(f"{url}/{name}")
 
     def finish(self) -> str:
         """Wait until what this rank wrote is on the disk."""
