@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -28,11 +28,16 @@ from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
 from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.parallel import default_threads
 from shardstore.storage.stores.folder import fsync, store_errors
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
+from shardstore.storage.stores.s3 import S3Settings
+from shardstore.storage.stores.s3_uploads import upload_part
 
 PART_BYTES = 16 * 1024 * 1024
+REQUESTS = 8
+"""Parts that a rank uploads at a time. A thread mostly waits for the store."""
 MOST_PARTS = 9000
 """Parts of an upload; S3 allows 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
 RECORD_NAME = ".shardstore-uploads.json"
@@ -47,9 +52,11 @@ class Place(Protocol):
 
     Attributes:
         in_order: whether one rank must write each file, from its beginning to its end.
+        threads: number of threads of a rank that write.
     """
 
     in_order: bool
+    threads: int
 
     def part_bytes(self, layout: FileLayout) -> int | None:
         """Return the size of the parts that the files are cut into; ``None``: any."""
@@ -175,7 +182,7 @@ class FolderPlace:
     in_order = False
 
     def __init__(self, target: Location, options: SaveOptions) -> None:
-        self._target, self._options = target, options
+        self._target, self._options, self.threads = target, options, default_threads()
         self._attempt: Any = None
         self._written: set[str] = set()
 
@@ -222,7 +229,7 @@ class FolderPlace:
 class StorePlace:
     """A prefix of an object store that fsspec knows."""
 
-    in_order = True
+    in_order, threads = True, 1
 
     def __init__(self, target: Location, overwrite: bool) -> None:
         self._target, self._overwrite = target, overwrite
@@ -277,7 +284,7 @@ class StorePlace:
 class S3Place(StorePlace):
     """A prefix of an S3 bucket."""
 
-    in_order = False
+    in_order, threads = False, REQUESTS
 
     def __init__(self, target: Location, overwrite: bool) -> None:
         super().__init__(target, overwrite)
@@ -310,8 +317,12 @@ class S3Place(StorePlace):
     def write(self, name: str, start: int, data: memoryview) -> None:
         """Upload a part."""
         number = start // self._part_bytes + 1
-        part = {"UploadId": self._uploads[name], "PartNumber": number, "Body": bytes(data)}
-        tag = self._call("upload_part", name, part, len(data))["ETag"]
+        part = {"UploadId": self._uploads[name], "PartNumber": number}
+        settings = self._remote.driver_settings()  # botocore renews credentials
+        if settings.unsupported:
+            tag = self._call("upload_part", name, {**part, "Body": bytes(data)}, len(data))["ETag"]
+        else:
+            tag = upload_part(self._remote, cast(S3Settings, settings), name, data, **part)
         self._parts.setdefault(name, []).append((number, tag))
 
     def finish(self) -> str:
