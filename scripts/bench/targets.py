@@ -5,7 +5,18 @@ from __future__ import annotations
 from bench import background as late
 from bench import cases, cli, clients, scale
 from bench.cases import COLD, LOAD_MEMORY, MIB, S3_LOAD, S3_SAVE, SAVE, SAVE_MEMORY, SAVE_SYNC, WARM
-from bench.clients import DCP, DCP_OURS, DCP_REUSED, HF, HF_DCP, MEGATRON, OURS, RAW, RAW_S3
+from bench.clients import (
+    DCP,
+    DCP_OURS,
+    DCP_REUSED,
+    HF,
+    HF_DCP,
+    MEGATRON,
+    MULTIPART,
+    OURS,
+    RAW,
+    RAW_S3,
+)
 from bench.results import Target
 
 _DCP, _DCP_S3 = ("dcp-best", "dcp-default"), ("dcp-s3", "dcp-s3-default")
@@ -33,8 +44,10 @@ TARGETS = [
     Target("dcp", SAVE_SYNC, DCP_OURS, _DCP, least=1.0),
     Target("dcp", SAVE, DCP_OURS, _DCP, least=1.0),
     Target("dcp", WARM, DCP_OURS, _DCP, least=2.0),
-    Target("hf", SAVE_SYNC, HF, (HF_DCP,), most=1.0),
-    Target("hf", WARM, HF, (HF_DCP,), most=1.0),
+    *(Target("hf", measure, HF, RAW, most=1.15) for measure in (SAVE_SYNC, SAVE, WARM, COLD)),
+    *(Target("hf", measure, HF, (HF_DCP,), least=2.0) for measure in (SAVE_SYNC, SAVE, WARM)),
+    Target("s3-hf", S3_SAVE, HF, (MULTIPART,), most=1.2),
+    Target("s3-hf", S3_LOAD, HF, (MULTIPART,), most=1.15),
     Target("s3-chunks", S3_SAVE, OURS, RAW_S3, most=1.11),
     Target("s3-chunks", S3_LOAD, OURS, RAW_S3, most=1.11),
     Target("s3-chunks", S3_SAVE, OURS, ("dcp-s3",), least=2.0),

@@ -20,13 +20,13 @@ from shardstore.saving.plan import Parts, fetched, parts_of
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.runtime.parallel import default_threads, in_rounds
+from shardstore.storage.runtime.parallel import in_rounds
 
 Source: TypeAlias = Callable[[Box], torch.Tensor]
 """Returns a box of a tensor, in host memory; several threads call it."""
 
 ROUND_BYTES = 64 * 1024 * 1024
-"""Largest number of bytes of the blocks that a rank puts together at a time."""
+"""Bytes of memory for the blocks that a rank puts together at a time, and for their exchange."""
 MARGIN = 16
 """Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
 
@@ -96,10 +96,9 @@ class BlockWriter:
                 shared.append(block)
         partners = {p.rank for block in shared for p in block.pieces if block.owner == rank}
         ranks.connect((partners | {block.owner for block in shared}) - {rank})
-        threads = 1 if ordered else default_threads()
         pending: list[Future[None]] = []
-        with ThreadPoolExecutor(threads, thread_name_prefix="shardstore-io") as pool:
-            for batch in in_rounds(shared, lambda block: block.size, ROUND_BYTES):
+        with ThreadPoolExecutor(self.place.threads, "shardstore-io") as pool:
+            for batch in in_rounds(shared, self._memory_of, ROUND_BYTES):
                 try:
                     data = self._put_together(batch)
                 except Exception as problem:
@@ -109,6 +108,13 @@ class BlockWriter:
             for block in alone:
                 pending.append(pool.submit(self._write_block, block, None))
             self._wait(pending)
+
+    def _memory_of(self, block: Block) -> int:
+        """Return the bytes that a shared block takes on this rank: its own, and what is received
+        for it, or what is sent."""
+        is_owner = block.owner == self.ranks.rank
+        moved = (p for p in block.pieces if (p.rank == self.ranks.rank) != is_owner)
+        return is_owner * block.size + sum(piece.box.size * piece.itemsize for piece in moved)
 
     def _wait(self, pending: Iterable[Future[None]]) -> None:
         for future in pending:

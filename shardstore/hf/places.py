@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -26,12 +26,18 @@ from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
+from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.parallel import default_threads
 from shardstore.storage.stores.folder import fsync, store_errors
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
+from shardstore.storage.stores.s3 import S3Settings
+from shardstore.storage.stores.s3_uploads import upload_part
 
 PART_BYTES = 16 * 1024 * 1024
+REQUESTS = 8
+"""Parts that a rank uploads at a time. A thread mostly waits for the store."""
 MOST_PARTS = 9000
 """Parts of an upload; S3 allows 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
 RECORD_NAME = ".shardstore-uploads.json"
@@ -46,9 +52,11 @@ class Place(Protocol):
 
     Attributes:
         in_order: whether one rank must write each file, from its beginning to its end.
+        threads: number of threads of a rank that write.
     """
 
     in_order: bool
+    threads: int
 
     def part_bytes(self, layout: FileLayout) -> int | None:
         """Return the size of the parts that the files are cut into; ``None``: any."""
@@ -95,27 +103,39 @@ class FolderFiles:
 
     Args:
         url: path of the folder.
+        durable: start the writeback of large ranges, because a sync follows.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, *, durable: bool = False) -> None:
+        self._url, self._durable = url, durable
 
     def create(self, layout: FileLayout) -> None:
         """Create the files with their headers and full sizes; the content of others stays."""
         for name, head in layout.heads.items():
-            self.write(name, 0, memoryview(head), flags=os.O_CREAT)
-            with store_errors("creating", f"{self._url}/{name}"):
-                os.truncate(f"{self._url}/{name}", layout.sizes[name])
+            self.write(name, 0, memoryview(head), layout.sizes[name])
 
-    def write(self, name: str, start: int, data: memoryview, flags: int = 0) -> None:
-        """Write a range of a file. Several threads may call it."""
-        path = f"{self._url}/{name}"
+    def write(self, name: str, start: int, data: memoryview, create_bytes: int = 0) -> None:
+        """Write a range of a file. Several threads may call it.
+
+        Args:
+            name: name of the file.
+            start: byte offset of the range.
+            data: the bytes.
+            create_bytes: create the file, with this size; 0: it exists.
+        """
+        path, size = f"{self._url}/{name}", len(data)
         with store_errors("writing", path):
-            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666)
+            file = os.open(
+                path, os.O_WRONLY | os.O_NOFOLLOW | (os.O_CREAT if create_bytes else 0), 0o666
+            )
             try:
+                if create_bytes:
+                    allocate(file, create_bytes)
                 while data:
                     written = os.pwrite(file, data, start)
                     data, start = data[written:], start + written
+                if self._durable and size >= WRITEBACK_FROM:
+                    start_writeback(file, start - size, size)
             finally:
                 os.close(file)
 
@@ -162,7 +182,7 @@ class FolderPlace:
     in_order = False
 
     def __init__(self, target: Location, options: SaveOptions) -> None:
-        self._target, self._options = target, options
+        self._target, self._options, self.threads = target, options, default_threads()
         self._attempt: Any = None
         self._written: set[str] = set()
 
@@ -185,8 +205,9 @@ class FolderPlace:
 
     def write(self, name: str, start: int, data: memoryview) -> None:
         """See :class:`Place`."""
-        FolderFiles(self._attempt.location.url).write(name, start, data)
-        self._written.add(f"{self._attempt.location.url}/{name}")
+        url = self._attempt.location.url
+        FolderFiles(url, durable=self._options.durable).write(name, start, data)
+        self._written.add(f"{url}/{name}")
 
     def finish(self) -> str:
         """Wait until what this rank wrote is on the disk."""
@@ -208,7 +229,7 @@ class FolderPlace:
 class StorePlace:
     """A prefix of an object store that fsspec knows."""
 
-    in_order = True
+    in_order, threads = True, 1
 
     def __init__(self, target: Location, overwrite: bool) -> None:
         self._target, self._overwrite = target, overwrite
@@ -263,7 +284,7 @@ class StorePlace:
 class S3Place(StorePlace):
     """A prefix of an S3 bucket."""
 
-    in_order = False
+    in_order, threads = False, REQUESTS
 
     def __init__(self, target: Location, overwrite: bool) -> None:
         super().__init__(target, overwrite)
@@ -296,8 +317,12 @@ class S3Place(StorePlace):
     def write(self, name: str, start: int, data: memoryview) -> None:
         """Upload a part."""
         number = start // self._part_bytes + 1
-        part = {"UploadId": self._uploads[name], "PartNumber": number, "Body": bytes(data)}
-        tag = self._call("upload_part", name, part, len(data))["ETag"]
+        part = {"UploadId": self._uploads[name], "PartNumber": number}
+        settings = self._remote.driver_settings()  # botocore renews credentials
+        if settings.unsupported:
+            tag = self._call("upload_part", name, {**part, "Body": bytes(data)}, len(data))["ETag"]
+        else:
+            tag = upload_part(self._remote, cast(S3Settings, settings), name, data, **part)
         self._parts.setdefault(name, []).append((number, tag))
 
     def finish(self) -> str:

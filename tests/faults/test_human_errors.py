@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
-from shardstore import CheckpointManager, ShardedObject, ShardedTensor
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor, hf
 from shardstore.cli.app import run
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader
@@ -425,6 +425,7 @@ def test_a_full_disk_names_what_it_could_not_write(full_disk: Path, tmp_path: Pa
         "convert": lambda to: convert(source, to),
         "to dcp": lambda to: convert(source, to, target_format="dcp"),
         "to safetensors": lambda to: convert(source, to, target_format="safetensors"),
+        "export": lambda to: hf.save(large, to),
     }
     for name, attempt in tries.items():
         to = full_disk / name.replace(" ", "-")

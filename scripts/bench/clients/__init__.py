@@ -18,9 +18,9 @@ RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
 COPY, PLAIN = "memory copy", "copy + write"
 DCP, DCP_REUSED = "dcp thread", "dcp reused stager"
 DIRECT = (*RAW, OURS, "dcp-best", "dcp-default", MEGATRON, SAFETENSORS)
-HF, HF_DCP = "hf", "hf-dcp"
+HF, HF_UNSIGNED, HF_DCP, MULTIPART = "hf", "hf-unsigned", "hf-dcp", "raw-multipart"
 S3_DIRECT = (*RAW_S3, OURS, "dcp-s3", DCP_OURS)
-LIMITS = (*RAW, *RAW_S3, *RAW_DOCUMENTS, COPY, PLAIN)
+LIMITS = (*RAW, *RAW_S3, *RAW_DOCUMENTS, MULTIPART, COPY, PLAIN)
 """Not peers, but the least that is possible."""
 
 _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,6 +30,7 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "raw-obstore": ("raw_s3:ObstorePuts", {}),
     "raw-ts-documents": ("raw_s3:TensorStorePuts", {"documents": 1}),
     "raw-ob-documents": ("raw_s3:ObstorePuts", {"documents": 1}),
+    MULTIPART: ("raw_s3:Multipart", {}),
     COPY: ("raw:Copy", {"write": False}),
     PLAIN: ("raw:Copy", {"write": True}),
     OURS: ("ours:Ours", {}),
@@ -42,6 +43,7 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     DCP: ("dcp:Dcp", {}),
     DCP_REUSED: ("dcp:Dcp", {"reused": True}),
     HF: ("dcp:Hf", {}),
+    HF_UNSIGNED: ("dcp:Hf", {"unsigned": True}),
     HF_DCP: ("dcp:DcpHf", {}),
     DCP_OURS: ("dcp:DcpOverShardstore", {}),
     DCP_ROOT_ONLY: ("dcp:DcpOverShardstore", {"array_documents": False}),

@@ -146,10 +146,16 @@ class Hf(Dcp):
 
     words = "shardstore.hf.save and load; sync: durable=True"
 
+    def __init__(self, *, unsigned: bool = False) -> None:
+        super().__init__()
+        s3 = {"payload_signing_enabled": False}
+        self._options = {"config_kwargs": {"s3": s3}} if unsigned else None
+        self.settings += "; signatures without a hash of the content" if unsigned else ""
+
     def save(self, prepared: State, path: Path, sync: bool) -> None:
         """`shardstore.hf.save`."""
-        hf.save(prepared, path, durable=sync)
+        hf.save(prepared, path, durable=sync, storage_options=self._options)
 
     def load(self, prepared: State, path: Path) -> None:
         """`shardstore.hf.load`, which reads into the given tensors."""
-        hf.load(prepared, path)
+        hf.load(prepared, path, storage_options=self._options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from itertools import accumulate
 from typing import Any
 
 from bench.clients.base import Share, raw_bytes
@@ -111,19 +112,7 @@ class ObstorePuts(Puts):
         super().__init__(documents)
 
     def _open(self, bucket: str, prefix: str, most: int) -> Any:
-        from obstore.store import S3Store
-
-        return S3Store(
-            bucket,
-            prefix=prefix,
-            endpoint=os.environ["AWS_ENDPOINT_URL"],
-            region=os.environ["AWS_REGION"],
-            access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
-            secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
-            virtual_hosted_style_request=False,
-            client_options={"allow_http": True},
-            unsigned_payload=True,
-        )
+        return _obstore(f"s3://{bucket}/{prefix}")
 
     async def _put(self, store: Any, name: str, memory: memoryview) -> None:
         import obstore
@@ -135,3 +124,69 @@ class ObstorePuts(Puts):
 
         answer = await obstore.get_async(store, name)
         memory[:] = memoryview(await answer.bytes_async()).cast("B")
+
+
+class Multipart:
+    """An object for what all ranks hold, and one for each rank's own, by uploads of several parts;
+    loads get the range of each tensor."""
+
+    PART_BYTES = 16 * 2**20
+    settings = f"obstore, one upload a rank in parts of 16 MiB, {CONCURRENCY} requests at a time"
+
+    def prepare(self, share: Share) -> dict[str, tuple[bool, list[memoryview]]]:
+        """By object: whether this rank writes it, and the memory of its tensors."""
+        own = f"rank-{share.rank}"
+        objects = {own: (True, list[memoryview]()), "all": (share.rank == 0, list[memoryview]())}
+        for entry in share.entries:
+            name = "all" if entry.replicated else own
+            objects[name][1].append(raw_bytes(share.tensors[entry.key]))
+        return objects
+
+    def save(
+        self, prepared: dict[str, tuple[bool, list[memoryview]]], path: str, sync: bool
+    ) -> None:
+        """Put the objects."""
+        import obstore
+
+        size, store = self.PART_BYTES, _obstore(path)
+        for name, (writes, memories) in prepared.items():
+            parts = [m[start : start + size] for m in memories for start in range(0, len(m), size)]
+            if writes:
+                obstore.put(
+                    store,
+                    name,
+                    iter(parts),
+                    use_multipart=True,
+                    chunk_size=size,
+                    max_concurrency=CONCURRENCY,
+                )
+
+    def load(self, prepared: dict[str, tuple[bool, list[memoryview]]], path: str) -> None:
+        """Get the ranges."""
+        import obstore
+
+        store = _obstore(path)
+        for name, (_, memories) in prepared.items():
+            sizes = [len(memory) for memory in memories]
+            starts = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+            found = obstore.get_ranges(store, name, starts=starts, lengths=sizes, coalesce=0)
+            for memory, data in zip(memories, found, strict=True):
+                memory[:] = memoryview(data).cast("B")
+
+
+def _obstore(url: str) -> Any:
+    """A store of obstore for a URL."""
+    from obstore.store import S3Store
+
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return S3Store(
+        bucket,
+        prefix=prefix,
+        endpoint=os.environ["AWS_ENDPOINT_URL"],
+        region=os.environ["AWS_REGION"],
+        access_key_id=os.environ["AWS_ACCESS_KEY_ID"],
+        secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+        unsigned_payload=True,
+    )

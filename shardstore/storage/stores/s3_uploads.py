@@ -1,22 +1,24 @@
-"""Uploads objects to S3 through botocore, without a copy or a hash of the content, where the
-options ask for signatures that leave it out.
+"""Uploads objects, and parts of objects, to S3 through botocore, which sends them from where they
+are.
 
-TensorStore's driver takes the content as one ``bytes``, copies it, and signs its SHA-256. botocore
-sends the parts from where they are (Amazon S3 API, "UNSIGNED-PAYLOAD"). Chunks have checksums of
-their own, which each load verifies.
+TensorStore's driver takes the content as one ``bytes``, copies it, and signs its SHA-256, and s3fs
+takes more processor time. Where the options ask for it, signatures leave the content out (Amazon S3
+API, "UNSIGNED-PAYLOAD"): chunks have checksums of their own, which each load verifies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 from shardstore.storage.stores.errors import too_late
 from shardstore.storage.stores.object_io import Parts
 from shardstore.storage.stores.remote import RemoteStore, unless_there
 from shardstore.storage.stores.s3 import S3Settings, config_options
+
+T = TypeVar("T")
 
 REQUESTS = 32
 """Concurrent uploads of a process. Each has a thread, which mostly waits for the socket."""
@@ -71,6 +73,7 @@ def _client(settings: S3Settings) -> Any:
 
     is_of_amazon = "amazonaws.com" in settings.endpoint
     style = "virtual" if settings.in_host else "auto" if is_of_amazon else "path"
+    signing = False if settings.is_unsigned else None
     key, secret, token = settings.credentials or (None, None, None)
     # AWS_PROFILE may name a profile that does not exist beside options that name another.
     session = botocore.session.Session(session_vars={"profile": (None, None, None, None)})
@@ -83,7 +86,7 @@ def _client(settings: S3Settings) -> Any:
         aws_session_token=token,
         config=Config(
             **config_options(
-                s3={"addressing_style": style, "payload_signing_enabled": False},
+                s3={"addressing_style": style, "payload_signing_enabled": signing},
                 signature_version=None if settings.credentials else UNSIGNED,
                 max_pool_connections=REQUESTS,
             )
@@ -95,23 +98,44 @@ def begin_upload(
     remote: RemoteStore, settings: S3Settings, key: str, parts: Parts, *, create: bool
 ) -> Callable[[], bool]:
     """Start a PUT. See :meth:`ObjectIO.begin_put`. ``parts`` must not change before its end."""
-    _, _, bucket, *above = f"{remote.url}/{key}".split("/", 3)
     condition = {"IfNoneMatch": "*"} if create else {}
-    body = Body(parts)
+    put = partial(_client(settings).put_object, **condition)
+    return _begin(remote, key, Body(parts), lambda **about: unless_there(partial(put, **about)))
 
-    def put() -> None:
-        _client(settings).put_object(Bucket=bucket, Key=above[0], Body=body, **condition)
 
-    future = _threads.submit(unless_there, put)
+def upload_part(
+    remote: RemoteStore, settings: S3Settings, key: str, data: memoryview, **about: Any
+) -> str:
+    """Upload a part of an object, and return its tag (Amazon S3 API, "UploadPart").
+
+    Args:
+        remote: location of the object.
+        settings: those of its store.
+        key: name of the object.
+        data: the part; not copied.
+        about: further arguments of the request: the ID of the upload, and the part's number.
+
+    Raises:
+        StorageError: the store refused, or did not answer.
+    """
+    answer = _begin(remote, key, Body([data]), partial(_client(settings).upload_part, **about))()
+    tag: str = answer["ETag"]
+    return tag
+
+
+def _begin(remote: RemoteStore, key: str, body: Body, request: Callable[..., T]) -> Callable[[], T]:
+    """Start a request that sends a body. Return a function that waits for the answer."""
+    _, _, bucket, *above = f"{remote.url}/{key}".split("/", 3)
+    future = _threads.submit(request, Bucket=bucket, Key=above[0], Body=body)
     seconds = remote.deadline_s(len(body))
 
-    def finish() -> bool:
+    def finish() -> T:
         with remote.errors("writing", key):
             if not wait([future], seconds).done:
                 future.cancel()
                 raise too_late(remote.url, seconds)
-            written = future.result()
+            answer = future.result()
         remote.has_answered()
-        return written
+        return answer
 
     return finish

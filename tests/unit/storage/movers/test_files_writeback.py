@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -19,23 +18,7 @@ from shardstore.storage.movers.files import WRITEBACK_FROM, start_writeback
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
-
-CACHESTAT = 451
-"""Its number on every architecture (Linux 6.5 and later)."""
-
-
-def dirty_pages(path: Path) -> int:
-    """Pages of a file that nobody has begun to send to the disk."""
-    span = (ctypes.c_uint64 * 2)(0, 0)
-    found = (ctypes.c_uint64 * 5)()
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.syscall(CACHESTAT, fd, ctypes.byref(span), ctypes.byref(found), 0) != 0:
-            pytest.skip(f"no cachestat here: {os.strerror(ctypes.get_errno())}")
-    finally:
-        os.close(fd)
-    return int(found[1])
+from tests.helpers.writeback import dirty_pages
 
 
 def written(folder: Path, size: int, *, durable: bool) -> Path:
