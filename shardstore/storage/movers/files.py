@@ -36,7 +36,7 @@ from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FileBox, Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.runtime.counters import counters
-from shardstore.storage.runtime.parallel import default_threads, run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.folder import open_regular, store_errors
 from shardstore.storage.stores.location import Location
 
@@ -91,7 +91,7 @@ class FolderMover(Mover):
         run_batched(
             writes,
             work,
-            threads=self.options.threads or default_threads(),
+            threads=self.options.threads,
             weight=lambda item: item.array.chunk_bytes,
             batch_weight=WRITE_BATCH_BYTES,
         )
@@ -128,7 +128,7 @@ class FolderMover(Mover):
         run_batched(
             parts,
             work,
-            threads=self.options.threads or default_threads(),
+            threads=self.options.threads,
             weight=lambda part: part.out.nbytes,
             batch_weight=READ_BATCH_BYTES,
         )
@@ -166,7 +166,6 @@ class FolderMover(Mover):
             run_batched(
                 slabs,
                 copy,
-                threads=default_threads(),
                 weight=lambda slab: slab.out.nbytes,
                 batch_weight=SLAB_BATCH_BYTES,
             )
