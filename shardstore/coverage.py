@@ -77,15 +77,17 @@ def is_empty_range(tensor: ShardedTensor) -> bool:
     return tensor.flattened_range is not None and data_shape(tensor) == (0,)
 
 
-def needing_layouts(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Return the shards that a rank cannot plan without the layouts of other ranks: the main
+def needing_layouts(shards: Iterable[ShardedTensor | ShardedObject]) -> list[ShardedTensor]:
+    """Return the tensors that a rank cannot plan without the layouts of other ranks: the main
     replicas of irregular cuts and flattened ranges."""
     found = []
-    for tensor in tensors:
-        is_flat, irregular = tensor.flattened_range is not None, tensor.axis_fragmentations is None
-        is_part = is_flat or (irregular and local_box(tensor).shape != tensor.global_shape)
-        if is_part and is_main_replica(tensor.replica_id):
-            found.append(tensor)
+    for shard in shards:
+        if not isinstance(shard, ShardedTensor):
+            continue
+        is_flat, irregular = shard.flattened_range is not None, shard.axis_fragmentations is None
+        is_part = is_flat or (irregular and local_box(shard).shape != shard.global_shape)
+        if is_part and is_main_replica(shard.replica_id):
+            found.append(shard)
     return found
 
 

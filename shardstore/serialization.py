@@ -26,7 +26,13 @@ from shardstore.saving.run import SaveRequest, run_save
 from shardstore.saving.session import Strategies
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import INTEGRITY_NAME
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, SaveOptions, options_of
+from shardstore.storage.options import (
+    DEFAULT_BUDGET_BYTES,
+    DEFAULTS,
+    SaveKeywords,
+    SaveOptions,
+    options_of,
+)
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -191,7 +197,7 @@ def save_request(
         error: an error that was found before.
         **arguments: other fields of the request.
     """
-    options, strategies = SaveOptions(), None
+    options, strategies = DEFAULTS, None
     try:
         if given is not None or keywords or further:
             options = options_of(caller, keywords, options=given, **further)

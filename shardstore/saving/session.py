@@ -27,7 +27,7 @@ from shardstore.dict_utils import Path
 from shardstore.distributed.coordinator import Ranks, block_size
 from shardstore.distributed.groups import Members
 from shardstore.errors import AccessPatternError, SaveInProgressError
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.mapping import ShardedObject, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.plain import PlainValues
@@ -100,11 +100,6 @@ class SplitState:
     copies: Sequence[str] = ()
     background: str | None = None
     verify_integrity: bool = False
-
-    @property
-    def by_number(self) -> ShardedStateDict:
-        """:attr:`shards` as a state dict for a strategy, which need not walk the caller's."""
-        return {str(number): shard for number, shard in enumerate(self.shards)}
 
     @cached_property
     def tensors(self) -> list[ShardedTensor]:

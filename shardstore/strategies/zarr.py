@@ -47,7 +47,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
+from shardstore.storage.options import DEFAULTS, SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
@@ -313,7 +313,7 @@ def _create_or_open_zarr_arrays(
     def create() -> None:
         for tensor in sharded_tensors:
             if _should_create_array(tensor):
-                meta = array_meta(tensor, SaveOptions(), layouts=layouts)
+                meta = array_meta(tensor, DEFAULTS, layouts=layouts)
                 _create_zarr_array(tensor, checkpoint_dir, meta)
 
     ranks.step(what, create)
@@ -345,7 +345,7 @@ def _create_zarr_array(
     Raises:
         CheckpointExistsError: the array exists.
     """
-    meta = meta or array_meta(sharded_tensor, SaveOptions())
+    meta = meta or array_meta(sharded_tensor, DEFAULTS)
     if isinstance(checkpoint_dir, SaveSession):
         documents = checkpoint_dir.options.array_documents
         checkpoint_dir.files.add_arrays([(meta, True)], documents=documents)
