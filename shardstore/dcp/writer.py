@@ -345,8 +345,9 @@ class StorageWriter(Placed, DcpStorageWriter):
         # stable, so chunks of one array keep their order.
         planned.writes.sort(key=lambda write: -write.array.chunk_bytes)
         arrays = zip(planned.arrays, map(coverage.is_first, planned.tensors), strict=True)
-        files.flush_beside(
-            lambda: put_chunks(attempt, self.options, manifest, arrays, planned.writes)
+        attempt.put_beside(
+            files.taken(),
+            lambda: put_chunks(attempt, self.options, manifest, arrays, planned.writes),
         )
         manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
         report.manifest = manifest.to_bytes()

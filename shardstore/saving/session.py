@@ -257,7 +257,9 @@ class SaveSession:
             StorageError: the store failed.
         """
         with self.timed("write"):
-            self.files.flush_beside(lambda: self.mover.write(chunks, self._written))
+            self.attempt.put_beside(
+                self.files.taken(), lambda: self.mover.write(chunks, self._written)
+            )
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -326,7 +328,7 @@ class SaveSession:
 
     def _report(self) -> bytes:
         """End the writing, and return this rank's manifest for the coordinator."""
-        self.files.flush()
+        self.attempt.put_all(self.files.taken())
         if self.reusing is not None:
             self.reusing.warn()
         self.meter.enter("commit")

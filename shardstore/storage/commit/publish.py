@@ -7,7 +7,7 @@ ranks (converters) call :func:`publish` with the reports of all writers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -89,15 +89,16 @@ class Files:
         self._kept_bytes = 0
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, or collect it for :meth:`flush`.
+        """Collect a file; first write those that were collected if their room is full.
 
         Raises:
-            StorageError: the store refused this file or an earlier one.
+            StorageError: the store refused an earlier file.
         """
         self._manifest.add_file(name, data)
         if self._kept_bytes + len(data) > self._room:
-            self.flush()
-        self._keep(name, data)
+            self._attempt.put_all(self.taken())
+        self._kept.append((name, data))
+        self._kept_bytes += len(data)
 
     def add_arrays(self, arrays: Iterable[tuple[ArrayMeta, bool]], *, documents: bool) -> None:
         """Record arrays in the manifest, and the chunks of constant ones.
@@ -116,21 +117,14 @@ class Files:
                 for index in map(meta.grid.index_at, range(meta.grid.size)):
                     self._manifest.add_chunk(meta, index, constant_record(meta, index))
             if created and documents and meta.has_document(packs=self._manifest.has_packs):
-                self._keep(f"{meta.node}/{meta.document_name}", array_document(meta).encode())
+                data = array_document(meta).encode()
+                self._kept.append((f"{meta.node}/{meta.document_name}", data))
+                self._kept_bytes += len(data)
 
-    def _keep(self, name: str, data: bytes) -> None:
-        self._kept.append((name, data))
-        self._kept_bytes += len(data)
-
-    def flush_beside(self, work: Callable[[], None]) -> None:
-        """Write the collected files, and chunks by ``work``, in the better order. Raises the errors
-        of :meth:`put`."""
+    def taken(self) -> list[tuple[str, bytes]]:
+        """Return names and contents of the collected files, which the caller must write."""
         kept, self._kept, self._kept_bytes = self._kept, [], 0
-        self._attempt.put_beside(kept, work)
-
-    def flush(self) -> None:
-        """Write the collected files. Raises the errors of :meth:`put`."""
-        self.flush_beside(lambda: None)
+        return kept
 
 
 def put_chunks(
