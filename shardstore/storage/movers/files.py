@@ -74,7 +74,7 @@ class FolderMover(Mover):
         def work(batch: Sequence[ChunkWrite]) -> None:
             size = 0
             for item in batch:
-                path = f"{root}/{item.name}"
+                path = f"{root}/{item.array.chunk_name(item.index)}"
                 with store_errors("writing", path, key=item.array.key):
                     # Before its first chunk, which would fail without a folder.
                     if not any(item.index):
