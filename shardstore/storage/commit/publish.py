@@ -71,22 +71,23 @@ class RootContent:
         }
 
 
+@dataclass
 class Files:
     """Files of an attempt other than chunks.
 
     Files are collected and written in parallel: in an object store, each is one request.
 
-    Args:
+    Attributes:
         attempt: the attempt that the files belong to.
         manifest: receives their checksums.
         budget_bytes: memory for chunks in flight; collected files may take 1/16 of it in addition.
     """
 
-    def __init__(self, attempt: Attempt, manifest: RankManifest, budget_bytes: int) -> None:
-        self._attempt, self._manifest = attempt, manifest
-        self._room = budget_bytes // BUDGET_PART
-        self._kept: list[tuple[str, bytes]] = []
-        self._kept_bytes = 0
+    attempt: Attempt
+    manifest: RankManifest
+    budget_bytes: int
+    _kept: list[tuple[str, bytes]] = field(default_factory=list)
+    _kept_bytes: int = 0
 
     def put(self, name: str, data: bytes) -> None:
         """Collect a file; first write those that were collected if their room is full.
@@ -94,9 +95,9 @@ class Files:
         Raises:
             StorageError: the store refused an earlier file.
         """
-        self._manifest.add_file(name, data)
-        if self._kept_bytes + len(data) > self._room:
-            self._attempt.put_all(self.taken())
+        self.manifest.add_file(name, data)
+        if self._kept_bytes + len(data) > self.budget_bytes // BUDGET_PART:
+            self.attempt.put_all(self.taken())
         self._kept.append((name, data))
         self._kept_bytes += len(data)
 
@@ -112,11 +113,11 @@ class Files:
             AccessPatternError: see :meth:`RankManifest.add_array`.
         """
         for meta, created in arrays:
-            self._manifest.add_array(meta, created=created)
+            self.manifest.add_array(meta, created=created)
             if created and meta.constant is not None:
                 for index in map(meta.grid.index_at, range(meta.grid.size)):
-                    self._manifest.add_chunk(meta, index, constant_record(meta, index))
-            if created and documents and meta.has_document(packs=self._manifest.has_packs):
+                    self.manifest.add_chunk(meta, index, constant_record(meta, index))
+            if created and documents and meta.has_document(packs=self.manifest.has_packs):
                 data = array_document(meta).encode()
                 self._kept.append((f"{meta.node}/{meta.document_name}", data))
                 self._kept_bytes += len(data)
