@@ -16,11 +16,11 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from shardstore import coverage
 from shardstore.dict_utils import Path
@@ -225,14 +225,6 @@ class SaveSession:
         except BaseException as problem:
             self.failure = self.failure or problem
 
-    def plan_together(self) -> AbstractContextManager[object]:
-        """If the ranks have exchanged layouts, every rank learns of an error of the block before
-        pieces are sent, so that no rank waits for one that could not plan."""
-        if not self.agreed.exchange_layouts:
-            return nullcontext()
-        self.awaits_plan = False
-        return self.ranks.meet(self.planning)
-
     @property
     def _loose(self) -> int:
         """Bytes below which a rank sends its pack with its report. What the ranks of a block send
@@ -409,13 +401,20 @@ def session_of(place: str | os.PathLike[str] | SaveSession) -> SaveSession | Non
     return found if is_here else None
 
 
-def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> coverage.Layouts:
-    """Exchange the layouts of irregular and flattened tensors. If any rank has such tensors, every
-    rank calls it and waits for all others.
+@contextmanager
+def exchange_layouts(
+    session: SaveSession, tensors: Sequence[ShardedTensor]
+) -> Iterator[coverage.Layouts]:
+    """Exchange the layouts of irregular and flattened tensors, to plan by them in the block. If any
+    rank has such tensors, every rank enters it and waits for all others; and again at its end, so
+    that no rank waits for pieces of one that could not plan.
 
     Args:
         session: the save.
         tensors: the tensors of this rank.
+
+    Yields:
+        The layouts of all ranks.
 
     Raises:
         AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
@@ -424,7 +423,8 @@ def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> 
     if not session.agreed.exchange_layouts:
         if session.failure is not None:
             raise session.failure
-        return coverage.Layouts()
+        yield coverage.Layouts()
+        return
     with session.timed("exchange"):
         answer = session.ranks.together(
             pickle.dumps(coverage.report_shards(coverage.needing_layouts(tensors))),
@@ -432,7 +432,9 @@ def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> 
             error=session.failure,
             decide=partial(_merged_layouts, session.ranks),
         )
-    return cast(coverage.Layouts, pickle.loads(answer))
+    session.awaits_plan = False
+    with session.ranks.meet(session.planning):
+        yield pickle.loads(answer)
 
 
 def _merged_layouts(ranks: Ranks, reports: list[bytes]) -> bytes:

@@ -179,8 +179,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         options, is_v2 = session.options, self.version == V2_LAYOUT
         session.zarr_format = 2 if is_v2 else 3
         tensors = [one for one in nested_values(state_dict) if isinstance(one, ShardedTensor)]
-        layouts = exchange_layouts(session, tensors)
-        with session.plan_together(), session.timed("plan"):
+        with exchange_layouts(session, tensors) as layouts, session.timed("plan"):
             if is_v2:
                 _check_v2(options)
             check_collisions(tensor.key for tensor in tensors)
