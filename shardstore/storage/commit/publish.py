@@ -25,6 +25,7 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.codecs import constant_record
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.collector import collector_paused
 
 CONFIG = "config"
@@ -95,7 +96,7 @@ class Files:
         Raises:
             StorageError: the store refused an earlier file.
         """
-        self.manifest.add_file(name, data)
+        self.manifest.files[name] = crc32c(data, 0), len(data)
         if self._kept_bytes + len(data) > self.budget_bytes // BUDGET_PART:
             self.attempt.put_all(self.taken())
         self._kept.append((name, data))
