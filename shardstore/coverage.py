@@ -115,13 +115,6 @@ def merge_layouts(reports: Sequence[Report], ranks: Sequence[int]) -> Layouts:
     return layouts
 
 
-def is_first(tensor: ShardedTensor) -> bool:
-    """Return whether this is the main replica of the first shard; its rank creates the array."""
-    if not is_main_replica(tensor.replica_id) or any(o != 0 for o in tensor.global_offset):
-        return False
-    return tensor.flattened_range is None or flat_bounds(tensor)[0] == 0
-
-
 def _flat_ranges(held: _Held) -> dict[Box, list[FlatRange]]:
     """Return the flattened ranges of main replicas by shard, in order. Check that they cover each
     shard exactly once.

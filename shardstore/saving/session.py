@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from shardstore import coverage
 from shardstore.dict_utils import Path
@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 MANY_SMALL = 1000
 """From more small chunks than this on, a save says what packs would gain."""
-
-T = TypeVar("T")
 
 
 class Strategies(NamedTuple):
@@ -426,22 +424,27 @@ def exchange_layouts(
         yield coverage.Layouts()
         return
     with session.timed("exchange"):
-        answer = session.ranks.together(
-            pickle.dumps(coverage.report_shards(coverage.needing_layouts(tensors))),
-            what=session.planning,
-            error=session.failure,
-            decide=partial(_merged_layouts, session.ranks),
-        )
+        layouts = all_layouts(session.ranks, tensors, session.planning, session.failure)
     session.awaits_plan = False
     with session.ranks.meet(session.planning):
-        yield pickle.loads(answer)
+        yield layouts
 
 
-def _merged_layouts(ranks: Ranks, reports: list[bytes]) -> bytes:
-    """Merge the ranks' layouts. The coordinator calls it."""
-    return pickle.dumps(
-        coverage.merge_layouts([pickle.loads(one) for one in reports], ranks.members)
+def all_layouts(
+    ranks: Ranks, tensors: Sequence[ShardedTensor], what: str, error: BaseException | None = None
+) -> coverage.Layouts:
+    """Return the layouts of the irregular and flattened tensors of all ranks. Every rank calls it
+    and waits for all others; for ``what`` and ``error`` see :meth:`Ranks.together`."""
+
+    def merged(reports: list[bytes]) -> bytes:
+        parsed = [pickle.loads(one) for one in reports]
+        return pickle.dumps(coverage.merge_layouts(parsed, ranks.members))
+
+    report = pickle.dumps(coverage.report_shards(coverage.needing_layouts(tensors)))
+    layouts: coverage.Layouts = pickle.loads(
+        ranks.together(report, what=what, error=error, decide=merged)
     )
+    return layouts
 
 
 def _check_objects(merged: Merged) -> None:

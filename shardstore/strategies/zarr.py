@@ -7,7 +7,6 @@ strategies; zarr itself writes an array that is open.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore import coverage, errors
+from shardstore import errors
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.loading.context import LoadContext, context_of
@@ -41,7 +40,13 @@ from shardstore.mapping import (
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import WritePlan, array_meta, plan_writes
 from shardstore.saving.run import SaveRequest, run_save
-from shardstore.saving.session import SaveSession, Strategies, exchange_layouts, session_of
+from shardstore.saving.session import (
+    SaveSession,
+    Strategies,
+    all_layouts,
+    exchange_layouts,
+    session_of,
+)
 from shardstore.storage import checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -301,13 +306,7 @@ def _create_or_open_zarr_arrays(
         return arrays
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
-    report = pickle.dumps(coverage.report_shards(coverage.needing_layouts(sharded_tensors)))
-
-    def merged(reports: list[bytes]) -> bytes:
-        parsed = [pickle.loads(one) for one in reports]
-        return pickle.dumps(coverage.merge_layouts(parsed, ranks.members))
-
-    layouts: coverage.Layouts = pickle.loads(ranks.together(report, what=what, decide=merged))
+    layouts = all_layouts(ranks, sharded_tensors, what)
 
     def create() -> None:
         for tensor in sharded_tensors:
@@ -326,7 +325,9 @@ def _create_or_open_zarr_arrays(
 
 def _should_create_array(ten: ShardedTensor) -> bool:
     """Return whether this rank creates the array: it holds the main replica of the first shard."""
-    return coverage.is_first(ten)
+    if any(ten.global_offset) or not is_main_replica(ten.replica_id):
+        return False
+    return ten.flattened_range is None or flat_bounds(ten)[0] == 0
 
 
 def _create_zarr_array(
