@@ -102,17 +102,16 @@ def async_save(
             copy: the target exists, or the input is wrong on some rank.
     """
     global _latest
-    validate = validate_access_integrity
-    further = {} if validate_access_integrity is True else {"validate_access_integrity": validate}
-    if overlap_staging is not False:
-        further["overlap_staging"] = overlap_staging
     request = save_request(
         "async_save",
         sharded_strategy,
         common_strategy,
         options,
         keywords,
-        further,
+        {
+            "validate_access_integrity": validate_access_integrity,
+            "overlap_staging": overlap_staging,
+        },
         state=sharded_state_dict,
         checkpoint_dir=checkpoint_dir,
         ranks=Ranks.of(process_group),

@@ -77,15 +77,17 @@ def is_empty_range(tensor: ShardedTensor) -> bool:
     return tensor.flattened_range is not None and data_shape(tensor) == (0,)
 
 
-def needing_layouts(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """Return the shards that a rank cannot plan without the layouts of other ranks: the main
+def needing_layouts(shards: Iterable[ShardedTensor | ShardedObject]) -> list[ShardedTensor]:
+    """Return the tensors that a rank cannot plan without the layouts of other ranks: the main
     replicas of irregular cuts and flattened ranges."""
     found = []
-    for tensor in tensors:
-        is_flat, irregular = tensor.flattened_range is not None, tensor.axis_fragmentations is None
-        is_part = is_flat or (irregular and local_box(tensor).shape != tensor.global_shape)
-        if is_part and is_main_replica(tensor.replica_id):
-            found.append(tensor)
+    for shard in shards:
+        if not isinstance(shard, ShardedTensor):
+            continue
+        is_flat, irregular = shard.flattened_range is not None, shard.axis_fragmentations is None
+        is_part = is_flat or (irregular and local_box(shard).shape != shard.global_shape)
+        if is_part and is_main_replica(shard.replica_id):
+            found.append(shard)
     return found
 
 
@@ -111,13 +113,6 @@ def merge_layouts(reports: Sequence[Report], ranks: Sequence[int]) -> Layouts:
         if ranges := _flat_ranges(held):
             layouts.ranges[key] = ranges
     return layouts
-
-
-def is_first(tensor: ShardedTensor) -> bool:
-    """Return whether this is the main replica of the first shard; its rank creates the array."""
-    if not is_main_replica(tensor.replica_id) or any(o != 0 for o in tensor.global_offset):
-        return False
-    return tensor.flattened_range is None or flat_bounds(tensor)[0] == 0
 
 
 def _flat_ranges(held: _Held) -> dict[Box, list[FlatRange]]:

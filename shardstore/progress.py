@@ -106,21 +106,17 @@ class Meter:
 
     Attributes:
         now: the current event.
+        is_watched: whether there is a callback.
     """
 
     def __init__(
         self, operation: Operation, url: str, callback: ProgressCallback | None = None
     ) -> None:
         self.now = Progress(operation, "begin", url)
-        self._callback = callback
+        self._callback, self.is_watched = callback, callback is not None
         self._lock = threading.Lock()
-        if callback is not None:
+        if self.is_watched:
             self._tell()
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether there is a callback."""
-        return self._callback is not None
 
     def expect(self, size: int, chunks: int = 0) -> None:
         """Add bytes and chunks to the totals, and enter the phase ``"move"``."""
@@ -144,7 +140,7 @@ class Meter:
                 if self._callback is not None:
                     self._callback(self.now)
             except Exception as error:
-                self._callback = None
+                self._callback, self.is_watched = None, False
                 logger.warning(
                     f"{now.operation} of {now.url} continues without its progress callback, which "
                     f"raised {type(error).__name__}: {error}"

@@ -26,7 +26,13 @@ from shardstore.saving.run import SaveRequest, run_save
 from shardstore.saving.session import Strategies
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import INTEGRITY_NAME
-from shardstore.storage.options import DEFAULT_BUDGET_BYTES, SaveKeywords, SaveOptions, options_of
+from shardstore.storage.options import (
+    DEFAULT_BUDGET_BYTES,
+    DEFAULTS,
+    SaveKeywords,
+    SaveOptions,
+    options_of,
+)
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import (
@@ -132,7 +138,7 @@ def save(
         StorageError: the store failed (full, read-only, unreachable).
         RanksError: another rank failed, or did not answer in time.
     """
-    ranks, error, validate = Ranks.of(process_group), None, validate_access_integrity
+    ranks, error = Ranks.of(process_group), None
     if async_sharded_save is not False or async_strategy is not None:
         error = _async_error(async_strategy, async_sharded_save, ranks)
     request = save_request(
@@ -141,7 +147,7 @@ def save(
         common_strategy,
         options,
         keywords,
-        {} if validate_access_integrity is True else {"validate_access_integrity": validate},
+        {"validate_access_integrity": validate_access_integrity},
         state=sharded_state_dict,
         checkpoint_dir=checkpoint_dir,
         ranks=ranks,
@@ -187,14 +193,16 @@ def save_request(
         common: how the other values are stored, see :func:`save`.
         given: the options; ``None``: the defaults.
         keywords: the caller's keywords, in place of those in ``given``.
-        further: options in place of those in ``given`` that are not keywords.
+        further: options that are not keywords, in place of those in ``given`` unless they are the
+            default.
         error: an error that was found before.
         **arguments: other fields of the request.
     """
-    options, strategies = SaveOptions(), None
+    options, strategies = DEFAULTS, None
+    more = {name: x for name, x in further.items() if x is not getattr(DEFAULTS, name)}
     try:
-        if given is not None or keywords or further:
-            options = options_of(caller, keywords, options=given, **further)
+        if given is not None or keywords or more:
+            options = options_of(caller, keywords, options=given, **more)
         # Looked up at call time, because programs replace these functions to change the defaults.
         if sharded is None:
             sharded = get_default_save_sharded_strategy()

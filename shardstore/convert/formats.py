@@ -314,7 +314,7 @@ class ShardstoreTarget(Target):
         files.add_arrays([(meta, True) for meta in arrays], documents=False)
         for name, data in self._files(rest):
             files.put(name, data)
-        files.flush()
+        self._attempt.put_all(files.taken())
         return known
 
     def _files(self, rest: NonTensors) -> Iterator[tuple[str, bytes]]:

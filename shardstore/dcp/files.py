@@ -40,7 +40,7 @@ from shardstore.storage.format.names import COMMON_OBJECT, DCP_METADATA_NAME, re
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FileBox, read_bytes
-from shardstore.storage.runtime.parallel import default_threads, run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import state_path
 from shardstore.values.torch_archive import Records
@@ -422,7 +422,6 @@ def _for_each_region(reads: Sequence[RegionRead], read: Callable[[RegionRead], N
     run_batched(
         reads,
         work,
-        threads=default_threads(),
         weight=lambda region: region.out.nbytes,
         batch_weight=BATCH_BYTES,
     )

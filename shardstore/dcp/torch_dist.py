@@ -42,7 +42,7 @@ from shardstore.mapping import (
     flat_bounds,
     is_main_replica,
 )
-from shardstore.saving.plan import parts_of, plain_tensor
+from shardstore.saving.plan import data_of, plain_tensor
 from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
 from shardstore.saving.staging import Staging
@@ -51,7 +51,7 @@ from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME, DCP_METADATA_NAME
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import behind, streams_of
-from shardstore.storage.options import SaveOptions, require_number
+from shardstore.storage.options import DEFAULTS, require_number
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.folder import store_errors
 from shardstore.storage.stores.location import Location
@@ -182,7 +182,7 @@ class _FilesSave:
         self.failure = None if session is None else session.failure
         self._url = str(place) if session is None else session.target.url
         self._ranks = ranks = Ranks.current() if session is None else session.ranks
-        self._options = SaveOptions() if session is None else session.options
+        self._options = DEFAULTS if session is None else session.options
         self._threads, self._hint = strategy.thread_count, strategy.separation_hint or ""
         # Keys are flat already, and shards stay shards.
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -252,7 +252,7 @@ class _FilesSave:
                 self._copies[index] = data.detach().to("cpu", copy=True)
             else:
                 array = array_of_one_chunk(index.fqn, tuple(data.shape), dtype)
-                source = parts_of(data, index.fqn)(())
+                source = data_of(data, index.fqn)
                 chunks[index] = ChunkWrite(array, (0,) * data.ndim, source)
         if budget_bytes is not None and size > budget_bytes:
             raise errors.ArgumentError(

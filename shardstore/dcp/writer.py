@@ -44,6 +44,7 @@ from shardstore.storage.format.names import DCP_METADATA_NAME, check_collisions
 from shardstore.storage.movers.chunks import ChunkWrite, Source
 from shardstore.storage.options import SaveOptions, WriterKeywords, options_of, require_bool
 from shardstore.strategies.common import object_file
+from shardstore.strategies.zarr import _should_create_array
 from shardstore.values import record
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StatePath, StateRecord
@@ -344,9 +345,10 @@ class StorageWriter(Placed, DcpStorageWriter):
         # The largest chunks first, so that no large chunk is sent alone at the end. The sort is
         # stable, so chunks of one array keep their order.
         planned.writes.sort(key=lambda write: -write.array.chunk_bytes)
-        arrays = zip(planned.arrays, map(coverage.is_first, planned.tensors), strict=True)
-        files.flush_beside(
-            lambda: put_chunks(attempt, self.options, manifest, arrays, planned.writes)
+        arrays = zip(planned.arrays, map(_should_create_array, planned.tensors), strict=True)
+        attempt.put_beside(
+            files.taken(),
+            lambda: put_chunks(attempt, self.options, manifest, arrays, planned.writes),
         )
         manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
         report.manifest = manifest.to_bytes()

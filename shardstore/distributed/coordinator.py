@@ -213,6 +213,8 @@ class Ranks:
             reports are in this order.
         deadline_s: seconds to wait for any other rank.
         failed: whether a step of several ranks failed, which every rank knows.
+        world_size: number of ranks, 1 without a process group.
+        is_coordinator: whether this rank is the coordinator.
     """
 
     rank: int = 0
@@ -220,6 +222,12 @@ class Ranks:
     deadline_s: float = DEFAULT_DEADLINE_S
     failed: bool = False
     _channel: Channel | None = field(default=None, repr=False)
+    world_size: int = field(init=False)
+    is_coordinator: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.world_size = len(self.members)
+        self.is_coordinator = self.rank == self.members[0]
 
     @classmethod
     def current(cls, purpose: str = "") -> Ranks:
@@ -271,16 +279,6 @@ class Ranks:
         if not channel.is_connected:
             ranks.together(what=f"connecting the ranks for the {purpose}")
         return ranks
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, 1 without a process group."""
-        return len(self.members)
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank is the coordinator."""
-        return self.rank == self.members[0]
 
     @property
     def is_broken(self) -> bool:

@@ -16,7 +16,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.hf.blocks import Block, Piece
 from shardstore.hf.files import FileLayout
 from shardstore.hf.places import Place
-from shardstore.saving.plan import Parts, fetched, parts_of
+from shardstore.saving.plan import LocalData, data_of, fetched
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
@@ -31,9 +31,14 @@ MARGIN = 16
 """Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
 
 
-def source_of(parts: Parts, held: Box) -> Source:
+def source_of(data: LocalData, held: Box) -> Source:
     """Return what returns parts of the memory that holds a box of a tensor."""
-    return lambda box: dtypes.as_tensor(fetched(parts(box.relative_to(held.offset).slices)))
+
+    def part(box: Box) -> torch.Tensor:
+        where: tuple[Any, ...] = (..., *box.relative_to(held.offset).slices)
+        return dtypes.as_tensor(fetched(data[where]))
+
+    return part
 
 
 @dataclass
@@ -69,7 +74,7 @@ class BlockWriter:
         try:
             for (name, box), source in self.sources.items():
                 copied = source(box).to(self.dtypes[name], copy=True)
-                self.sources[name, box] = source_of(parts_of(copied, name), box)
+                self.sources[name, box] = source_of(data_of(copied, name), box)
         except Exception as problem:
             self.failure = self.failure or problem
 

@@ -35,7 +35,7 @@ from shardstore.inspection.opened import OpenCheckpoint
 from shardstore.loading.plan import elements_of, held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
-from shardstore.saving.plan import parts_of, plain_tensor
+from shardstore.saving.plan import data_of, plain_tensor
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -558,7 +558,7 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
     dtypes.require_memory(data)
     for box, memory in held_regions(tensor, local_box(tensor), data):
         if box.size:
-            yield box, source_of(parts_of(memory, tensor.key), box)
+            yield box, source_of(data_of(memory, tensor.key), box)
 
 
 def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tensor:

@@ -351,14 +351,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         prepared = self._prepare(step, metrics, options)
         about, given = prepared.about, prepared.arguments
-        validate = given.pop("validate_access_integrity", True)
         request = save_request(
             "save",
             given.pop("sharded_strategy", None),
             given.pop("common_strategy", None),
             given.pop("options", None),
             given,
-            {} if validate is True else {"validate_access_integrity": validate},
+            {"validate_access_integrity": given.pop("validate_access_integrity", True)},
             state=state,
             checkpoint_dir=prepared.place.place,
             ranks=self._hurried(Ranks.of(self._group)),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from logging import getLogger
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +22,8 @@ from shardstore.saving.staging import Staging, Take
 from shardstore.storage.format import dtypes
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite
-from shardstore.storage.runtime.parallel import (
-    in_rounds,
-)
+from shardstore.storage.runtime.parallel import in_rounds
 from shardstore.strategies.async_utils import AsyncRequest
-
-logger = getLogger(__name__)
 
 ROUND_BYTES = 16 * 1024 * 1024
 """Largest number of bytes of a round of shared chunks; a larger chunk is a round by itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -98,6 +98,9 @@ class DevicePart:
     def __call__(self) -> NDArray[Any]:
         return on_host(self.tensor, self.stream)
 
+    def __getitem__(self, where: tuple[Any, ...]) -> DevicePart:
+        return DevicePart(self.tensor[where], self.stream)
+
     def reshape(self, shape: tuple[int, ...]) -> DevicePart:
         """Return the same elements in another shape."""
         return DevicePart(self.tensor.reshape(shape), self.stream)
@@ -126,31 +129,26 @@ def plain_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
     )
 
 
-Parts: TypeAlias = Callable[[tuple[slice, ...]], "NDArray[Any] | DevicePart"]
-"""Returns a part of a local tensor, by slices."""
+LocalData: TypeAlias = "NDArray[Any] | DevicePart"
+"""The memory of a local tensor, or a part of it. The indices of a part begin with an ellipsis, so
+that a part without axes remains an array."""
 
 
-def parts_of(tensor: torch.Tensor, key: str, prepended: int = 0) -> Parts:
-    """Return a function that returns parts of a local tensor, by slices: views on the host,
-    :class:`DevicePart` on a device.
+def data_of(tensor: torch.Tensor, key: str, prepended: int = 0) -> LocalData:
+    """Return the memory of a local tensor: a view on the host, a :class:`DevicePart` on a device.
 
     Args:
         tensor: the data.
         key: key of the tensor, for error texts.
-        prepended: number of axes of length 1 that the slices have before the tensor's axes.
+        prepended: number of axes of length 1 to add before the tensor's axes.
     """
     tensor = plain_tensor(tensor, key)[(None,) * prepended]
-    array = dtypes.as_numpy(tensor) if tensor.device.type == "cpu" else None
-    stream = stream_of(tensor.device) if array is None else None
-
-    def part(slices: tuple[slice, ...]) -> NDArray[Any] | DevicePart:
-        where: tuple[Any, ...] = (..., *slices)  # the ellipsis keeps a 0-d part an array
-        return DevicePart(tensor[where], stream) if array is None else array[where]
-
-    return part
+    if tensor.device.type == "cpu":
+        return dtypes.as_numpy(tensor)
+    return DevicePart(tensor, stream_of(tensor.device))
 
 
-def constant_of(data: NDArray[Any] | DevicePart) -> bytes | None:
+def constant_of(data: LocalData) -> bytes | None:
     """Return the bits that all elements of a tensor have, little-endian; ``None`` if they differ.
 
     The first and the last element settle it for most tensors. Others are compared in blocks, so
@@ -261,14 +259,14 @@ class _Held(NamedTuple):
         meta: its array.
         box: its place in the array.
         whole: index of the chunk that it is, if it is one chunk.
-        part: parts of its data, if they were needed before.
+        data: its data, if it was needed before.
     """
 
     tensor: ShardedTensor
     meta: ArrayMeta
     box: Box
     whole: tuple[int, ...] | None
-    part: Parts | None
+    data: LocalData | None
 
 
 def plan_writes(
@@ -309,11 +307,11 @@ def plan_writes(
         box = local_box(tensor)
         if finds and not box.size and meta.grid.size:
             continue  # it could not know that others hold a constant
-        part: Parts | None = None
+        data: LocalData | None = None
         if finds and not is_shared and tensor.data is not None:
             is_all = box.shape == tensor.global_shape and tensor.flattened_range is None
-            part = parts_of(tensor.data, tensor.key, tensor.prepend_axis_num) if is_all else None
-            if part is not None and (bits := constant_of(part(()))) is not None:
+            data = data_of(tensor.data, tensor.key, tensor.prepend_axis_num) if is_all else None
+            if data is not None and (bits := constant_of(data)) is not None:
                 plan.tensors.append(tensor)
                 plan.arrays.append(replace(meta, constant=bits, places=None))
                 continue
@@ -328,21 +326,23 @@ def plan_writes(
                 continue  # a rank may hold a shard twice
             in_group[identity(tensor)] = (meta, box)
         if box.size:
-            held.append(_Held(tensor, meta, box, whole, part))
+            held.append(_Held(tensor, meta, box, whole, data))
     mine = shared.own_chunks(in_group) if in_group else set()
     cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
-    for tensor, meta, box, whole, part in held:
+    for tensor, meta, box, whole, data in held:
         if tensor.data is None:
             raise _without_data(tensor.key, rank)
         if tensor.flattened_range is not None:
             _plan_flat(plan.writes, cut, tensor, meta, box, layouts.ranges[tensor.key][box])
             continue
-        part = part or parts_of(tensor.data, tensor.key, tensor.prepend_axis_num)
+        if data is None:
+            data = data_of(tensor.data, tensor.key, tensor.prepend_axis_num)
         for index in meta.grid.overlapping(box) if whole is None else (whole,):
             if in_group and (name := identity(tensor)) in in_group and (name, index) not in mine:
                 continue
             slices = () if whole else meta.grid.box(index).relative_to(box.offset).slices
-            plan.writes.append(ChunkWrite(meta, index, part(slices)))
+            where: tuple[Any, ...] = (..., *slices)
+            plan.writes.append(ChunkWrite(meta, index, data[where]))
     plan.cut = [cut[chunk] for chunk in sorted(cut)]
     return plan
 
@@ -390,7 +390,7 @@ def _plan_flat(
     """
     assert tensor.data is not None
     start, stop = flat_bounds(tensor)
-    elements = parts_of(tensor.data, tensor.key)
+    elements = data_of(tensor.data, tensor.key)
     of_shard = Grid(box.shape, (1,) * len(box.shape))
 
     def part_of(index: tuple[int, ...]) -> Box:
@@ -415,7 +415,7 @@ def _plan_flat(
         data: Source = partial(_gathered, elements, part, of_shard, start, first, last, shape)
         if isinstance(positions, range):
             low = positions[first] - start
-            data = elements((slice(low, low + last - first),)).reshape(shape)
+            data = elements[..., low : low + last - first].reshape(shape)
         if is_whole:
             writes.append(ChunkWrite(meta, index, data))
             continue
@@ -442,7 +442,7 @@ def _positions(part: Box, of_shard: Grid) -> range | NDArray[np.int64]:
 
 
 def _gathered(
-    elements: Callable[[tuple[slice, ...]], Source],
+    elements: LocalData,
     part: Box,
     of_shard: Grid,
     start: int,
@@ -453,6 +453,6 @@ def _gathered(
     """Return elements ``first:last`` of a part with gaps, from a range that begins at ``start``."""
     wanted = np.asarray(_positions(part, of_shard))[first:last] - start
     low = int(wanted[0])
-    data = fetched(elements((slice(low, int(wanted[-1]) + 1),)))
+    data = fetched(elements[..., low : int(wanted[-1]) + 1])
     out: NDArray[Any] = data[wanted - low].reshape(shape)
     return out

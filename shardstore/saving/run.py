@@ -32,7 +32,7 @@ from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
 from shardstore.storage.commit.publish import RootContent
-from shardstore.storage.options import SaveOptions, require_bool
+from shardstore.storage.options import DEFAULTS, SaveOptions, require_bool
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
@@ -56,7 +56,7 @@ class SaveRequest:
     state: mapping.ShardedStateDict
     checkpoint_dir: str | Path | Location
     ranks: Ranks
-    options: SaveOptions = field(default_factory=SaveOptions)
+    options: SaveOptions = DEFAULTS
     strategies: Strategies | None
     background: str | None = None
     preprocess: Callable[[mapping.CommonStateDict], mapping.StateDict] | None = None
@@ -110,7 +110,7 @@ def begin(request: SaveRequest) -> Started:
         return _begin_together(request)
     state = split_state(request)
     agreed = Agreement(
-        exchange_layouts=bool(needing_layouts(state.tensors)),
+        exchange_layouts=bool(needing_layouts(state.shards)),
         base_documents=None if state.base is None else read_base(state.base),
         copy_reporters=(request.ranks.rank,),
     )
@@ -217,7 +217,9 @@ def write_common(session: SaveSession, state: SplitState) -> None:
             called(common_strategy.save_common, state.common, session)
             if takes_objects:
                 objects = {
-                    n: x for n, x in state.by_number.items() if isinstance(x, mapping.ShardedObject)
+                    str(number): shard
+                    for number, shard in enumerate(state.shards)
+                    if isinstance(shard, mapping.ShardedObject)
                 }
                 called(common_strategy.save_sharded_objects, objects, session)
     except Exception as problem:
@@ -229,9 +231,12 @@ def write_sharded(session: SaveSession, state: SplitState) -> AsyncRequest | Non
     """Write the tensors. For an asynchronous save, return the request."""
     strategy, _ = state.strategies
     method = "save" if state.background is None else "async_save"
-    shards = state.by_number
-    if not strategy.can_handle_sharded_objects:
-        shards = {n: x for n, x in shards.items() if isinstance(x, mapping.ShardedTensor)}
+    with_objects = strategy.can_handle_sharded_objects
+    shards = {
+        str(number): shard
+        for number, shard in enumerate(state.shards)
+        if with_objects or isinstance(shard, mapping.ShardedTensor)
+    }
     return cast(AsyncRequest | None, called(getattr(strategy, method), shards, session))
 
 
@@ -328,7 +333,7 @@ class _Opening(NamedTuple):
         return cls(
             f"to {state.target.url} with base={state.base and state.base.url}",
             digest_of(state.shards) if state.options.validate_access_integrity else b"",
-            bool(needing_layouts(state.tensors)),
+            bool(needing_layouts(state.shards)),
             None if state.plain is None else state.plain.report(),
             xxhash.xxh3_128_digest("\n".join(state.copies).encode()) if state.copies else b"",
             claims(state.shards),

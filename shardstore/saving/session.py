@@ -16,18 +16,18 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 from shardstore import coverage
 from shardstore.dict_utils import Path
 from shardstore.distributed.coordinator import Ranks, block_size
 from shardstore.distributed.groups import Members
 from shardstore.errors import AccessPatternError, SaveInProgressError
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from shardstore.mapping import ShardedObject, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.plain import PlainValues
@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 MANY_SMALL = 1000
 """From more small chunks than this on, a save says what packs would gain."""
-
-T = TypeVar("T")
 
 
 class Strategies(NamedTuple):
@@ -100,11 +98,6 @@ class SplitState:
     copies: Sequence[str] = ()
     background: str | None = None
     verify_integrity: bool = False
-
-    @property
-    def by_number(self) -> ShardedStateDict:
-        """:attr:`shards` as a state dict for a strategy, which need not walk the caller's."""
-        return {str(number): shard for number, shard in enumerate(self.shards)}
 
     @cached_property
     def tensors(self) -> list[ShardedTensor]:
@@ -230,14 +223,6 @@ class SaveSession:
         except BaseException as problem:
             self.failure = self.failure or problem
 
-    def plan_together(self) -> AbstractContextManager[object]:
-        """If the ranks have exchanged layouts, every rank learns of an error of the block before
-        pieces are sent, so that no rank waits for one that could not plan."""
-        if not self.agreed.exchange_layouts:
-            return nullcontext()
-        self.awaits_plan = False
-        return self.ranks.meet(self.planning)
-
     @property
     def _loose(self) -> int:
         """Bytes below which a rank sends its pack with its report. What the ranks of a block send
@@ -262,7 +247,9 @@ class SaveSession:
             StorageError: the store failed.
         """
         with self.timed("write"):
-            self.files.flush_beside(lambda: self.mover.write(chunks, self._written))
+            self.attempt.put_beside(
+                self.files.taken(), lambda: self.mover.write(chunks, self._written)
+            )
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -331,7 +318,7 @@ class SaveSession:
 
     def _report(self) -> bytes:
         """End the writing, and return this rank's manifest for the coordinator."""
-        self.files.flush()
+        self.attempt.put_all(self.files.taken())
         if self.reusing is not None:
             self.reusing.warn()
         self.meter.enter("commit")
@@ -412,13 +399,20 @@ def session_of(place: str | os.PathLike[str] | SaveSession) -> SaveSession | Non
     return found if is_here else None
 
 
-def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> coverage.Layouts:
-    """Exchange the layouts of irregular and flattened tensors. If any rank has such tensors, every
-    rank calls it and waits for all others.
+@contextmanager
+def exchange_layouts(
+    session: SaveSession, tensors: Sequence[ShardedTensor]
+) -> Iterator[coverage.Layouts]:
+    """Exchange the layouts of irregular and flattened tensors, to plan by them in the block. If any
+    rank has such tensors, every rank enters it and waits for all others; and again at its end, so
+    that no rank waits for pieces of one that could not plan.
 
     Args:
         session: the save.
         tensors: the tensors of this rank.
+
+    Yields:
+        The layouts of all ranks.
 
     Raises:
         AccessPatternError: flattened ranges overlap or leave a gap; on every rank.
@@ -427,22 +421,30 @@ def exchange_layouts(session: SaveSession, tensors: Sequence[ShardedTensor]) -> 
     if not session.agreed.exchange_layouts:
         if session.failure is not None:
             raise session.failure
-        return coverage.Layouts()
+        yield coverage.Layouts()
+        return
     with session.timed("exchange"):
-        answer = session.ranks.together(
-            pickle.dumps(coverage.report_shards(coverage.needing_layouts(tensors))),
-            what=session.planning,
-            error=session.failure,
-            decide=partial(_merged_layouts, session.ranks),
-        )
-    return cast(coverage.Layouts, pickle.loads(answer))
+        layouts = all_layouts(session.ranks, tensors, session.planning, session.failure)
+    session.awaits_plan = False
+    with session.ranks.meet(session.planning):
+        yield layouts
 
 
-def _merged_layouts(ranks: Ranks, reports: list[bytes]) -> bytes:
-    """Merge the ranks' layouts. The coordinator calls it."""
-    return pickle.dumps(
-        coverage.merge_layouts([pickle.loads(one) for one in reports], ranks.members)
+def all_layouts(
+    ranks: Ranks, tensors: Sequence[ShardedTensor], what: str, error: BaseException | None = None
+) -> coverage.Layouts:
+    """Return the layouts of the irregular and flattened tensors of all ranks. Every rank calls it
+    and waits for all others; for ``what`` and ``error`` see :meth:`Ranks.together`."""
+
+    def merged(reports: list[bytes]) -> bytes:
+        parsed = [pickle.loads(one) for one in reports]
+        return pickle.dumps(coverage.merge_layouts(parsed, ranks.members))
+
+    report = pickle.dumps(coverage.report_shards(coverage.needing_layouts(tensors)))
+    layouts: coverage.Layouts = pickle.loads(
+        ranks.together(report, what=what, error=error, decide=merged)
     )
+    return layouts
 
 
 def _check_objects(merged: Merged) -> None:

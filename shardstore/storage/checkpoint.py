@@ -319,8 +319,8 @@ class StoredCheckpoint:
         unknown = {read.array.node: read.array for read in reads if read.array.crcs is None}
         for array in unknown.values():
             self.require_chunks(array)
-        from shardstore.storage.movers.mover import DEFAULTS, Mover
-        from shardstore.storage.options import SaveOptions
+        from shardstore.storage.movers.mover import Mover
+        from shardstore.storage.options import DEFAULTS, SaveOptions
 
         with self.unless_replaced():
             options = SaveOptions(threads=self._threads) if self._threads else DEFAULTS

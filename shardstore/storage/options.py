@@ -221,3 +221,7 @@ def require_number(name: str, value: object, *, none: bool = False, at_least: in
             f"{name}={value!r} must be a whole number of at least {at_least}"
             + (", or None" if none else "")
         )
+
+
+DEFAULTS = SaveOptions()
+"""The options of a save that were not given."""

@@ -143,6 +143,9 @@ def register_default_strategy(
 class LoadStrategyBase(ABC):
     """Base of load strategies. Its methods say which checkpoints the strategy can read."""
 
+    can_handle_sharded_objects: bool = False
+    """Whether this strategy loads ShardedObjects too (else the common strategy does)."""
+
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise a CheckpointingException if this strategy cannot read ``loaded_backend``."""
@@ -150,11 +153,6 @@ class LoadStrategyBase(ABC):
     @abstractmethod
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise a CheckpointingException if this strategy cannot read ``loaded_version``."""
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether this strategy loads ShardedObjects too (else the common strategy does)."""
-        return False
 
 
 class ReadsOwnFormat(LoadStrategyBase):
@@ -190,14 +188,12 @@ class SaveStrategyBase(ABC):  # noqa: B024 (subclasses declare the abstract meth
         version: format version, recorded in the checkpoint.
     """
 
+    can_handle_sharded_objects: bool = False
+    """Whether this strategy saves ShardedObjects too (else the common strategy does)."""
+
     def __init__(self, backend: str, version: int) -> None:
         self.backend = backend
         self.version = version
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether this strategy saves ShardedObjects too (else the common strategy does)."""
-        return False
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.backend}, {self.version})"

@@ -48,14 +48,10 @@ class _Wrapper:
 
     def _wrap(self, strategy: Any, group: Group, do_cache_distribution: bool) -> None:
         self.base_strategy = strategy
+        self.can_handle_sharded_objects = bool(strategy.can_handle_sharded_objects)
         self.parallelization_group = group
         self.do_cache_distribution = do_cache_distribution
         self.cached_distribution: ShardDistribution | None = None
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether the wrapped strategy handles ShardedObjects too."""
-        return bool(self.base_strategy.can_handle_sharded_objects)
 
     def _share_out(
         self, state_dict: ShardedStateDict, *, ignore_groups: bool

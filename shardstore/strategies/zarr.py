@@ -7,7 +7,6 @@ strategies; zarr itself writes an array that is open.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore import coverage, errors
+from shardstore import errors
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
 from shardstore.loading.context import LoadContext, context_of
@@ -41,13 +40,19 @@ from shardstore.mapping import (
 from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import WritePlan, array_meta, plan_writes
 from shardstore.saving.run import SaveRequest, run_save
-from shardstore.saving.session import SaveSession, Strategies, exchange_layouts, session_of
+from shardstore.saving.session import (
+    SaveSession,
+    Strategies,
+    all_layouts,
+    exchange_layouts,
+    session_of,
+)
 from shardstore.storage import checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import check_collisions, key_of
-from shardstore.storage.options import SaveOptions, StrategyKeywords, options_of
+from shardstore.storage.options import DEFAULTS, SaveOptions, StrategyKeywords, options_of
 from shardstore.storage.stores.location import Location
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
@@ -179,8 +184,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         options, is_v2 = session.options, self.version == V2_LAYOUT
         session.zarr_format = 2 if is_v2 else 3
         tensors = [one for one in nested_values(state_dict) if isinstance(one, ShardedTensor)]
-        layouts = exchange_layouts(session, tensors)
-        with session.plan_together(), session.timed("plan"):
+        with exchange_layouts(session, tensors) as layouts, session.timed("plan"):
             if is_v2:
                 _check_v2(options)
             check_collisions(tensor.key for tensor in tensors)
@@ -302,18 +306,12 @@ def _create_or_open_zarr_arrays(
         return arrays
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
-    report = pickle.dumps(coverage.report_shards(coverage.needing_layouts(sharded_tensors)))
-
-    def merged(reports: list[bytes]) -> bytes:
-        parsed = [pickle.loads(one) for one in reports]
-        return pickle.dumps(coverage.merge_layouts(parsed, ranks.members))
-
-    layouts: coverage.Layouts = pickle.loads(ranks.together(report, what=what, decide=merged))
+    layouts = all_layouts(ranks, sharded_tensors, what)
 
     def create() -> None:
         for tensor in sharded_tensors:
             if _should_create_array(tensor):
-                meta = array_meta(tensor, SaveOptions(), layouts=layouts)
+                meta = array_meta(tensor, DEFAULTS, layouts=layouts)
                 _create_zarr_array(tensor, checkpoint_dir, meta)
 
     ranks.step(what, create)
@@ -327,7 +325,9 @@ def _create_or_open_zarr_arrays(
 
 def _should_create_array(ten: ShardedTensor) -> bool:
     """Return whether this rank creates the array: it holds the main replica of the first shard."""
-    return coverage.is_first(ten)
+    if any(ten.global_offset) or not is_main_replica(ten.replica_id):
+        return False
+    return ten.flattened_range is None or flat_bounds(ten)[0] == 0
 
 
 def _create_zarr_array(
@@ -345,7 +345,7 @@ def _create_zarr_array(
     Raises:
         CheckpointExistsError: the array exists.
     """
-    meta = meta or array_meta(sharded_tensor, SaveOptions())
+    meta = meta or array_meta(sharded_tensor, DEFAULTS)
     if isinstance(checkpoint_dir, SaveSession):
         documents = checkpoint_dir.options.array_documents
         checkpoint_dir.files.add_arrays([(meta, True)], documents=documents)

@@ -163,8 +163,8 @@ MUTATIONS = [
     Mutation(
         "the threads of a save know the caller's streams",
         "shardstore/saving/plan.py",
-        "    stream = stream_of(tensor.device) if array is None else None\n",
-        "    stream = None\n",
+        "    return DevicePart(tensor, stream_of(tensor.device))\n",
+        "    return DevicePart(tensor)\n",
         "saving.py::test_a_save_reads_behind_the_streams_of_both_devices",
     ),
     Mutation(

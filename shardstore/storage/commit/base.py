@@ -108,7 +108,7 @@ class ReusingMover:
         def work(batch: Sequence[ChunkWrite]) -> None:
             for item in batch:
                 if (record := self._taken_over(item)) is not None:
-                    taken[item.name] = record
+                    taken[item.array.chunk_name(item.index)] = record
 
         threads = base.location.copy_requests or options.threads or default_threads()
         run_batched(writes, work, threads=threads)
@@ -120,12 +120,15 @@ class ReusingMover:
             for name in taken:
                 self.attempt.location.delete(name)
             taken.clear()
+        others = list[ChunkWrite]()
         for item in writes:
-            if (record := taken.get(item.name)) is not None:
-                counters.add(bytes_reused=record.stored_bytes)
-                self.manifest.reused_bytes += record.stored_bytes
-                done(item, record)
-        self.mover.write([item for item in writes if item.name not in taken], done)
+            if (record := taken.get(item.array.chunk_name(item.index))) is None:
+                others.append(item)
+                continue
+            counters.add(bytes_reused=record.stored_bytes)
+            self.manifest.reused_bytes += record.stored_bytes
+            done(item, record)
+        self.mover.write(others, done)
 
     def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
         """Link or copy a chunk if the base has an equal one, of an array with the same grid, data
@@ -161,7 +164,7 @@ class ReusingMover:
             SupersededError: a newer attempt owns the target.
             StorageError: a damaged copy could not be removed.
         """
-        name, place = item.name, self.attempt.location
+        name, place = item.array.chunk_name(item.index), self.attempt.location
         if record.stored_bytes < max(CRC_BYTES, place.least_copied_bytes):
             return False
         taken, wrong = False, None
@@ -187,7 +190,8 @@ class ReusingMover:
         """Describe the damage of a linked or copied chunk: by the bytes at its expected end, and by
         all its bytes if the options ask for it; ``None`` if it is intact."""
         array, size, location = item.array, record.stored_bytes, self.attempt.location
-        end = location.read_range(item.name, size - CRC_BYTES, size + 1) or b""
+        name = array.chunk_name(item.index)
+        end = location.read_range(name, size - CRC_BYTES, size + 1) or b""
         if len(end) != CRC_BYTES:
             more = "more" if len(end) > CRC_BYTES else "fewer"
             return f"has {more} than its {size} bytes"

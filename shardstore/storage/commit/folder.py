@@ -37,7 +37,7 @@ from shardstore.storage.commit.inventory import deletion_rounds, known_nodes, ow
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS, key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.runtime.parallel import default_threads, run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.folder import LocalFolder, fsync, store_errors
 from shardstore.storage.stores.location import Location
 
@@ -109,7 +109,7 @@ class FolderAttempt(Attempt):
                 with store_errors("writing", f"{folder}/{name}", key=key):
                     write_file(f"{folder}/{name}", [[data]])
 
-        run_batched(documents, work, threads=default_threads(), batch_weight=64)
+        run_batched(documents, work, batch_weight=64)
 
     def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
         """Write one after the other, because threads that create small files hold each other up."""
@@ -300,42 +300,48 @@ def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMIT
         StorageError: the target is a mount point or the working directory, or the attempt's folder
             cannot be created.
     """
-    target = LocalFolder.real(place)
-    there = target.exists()
-    if there and not target.is_dir():
-        raise target.error(" is a file; give a folder's path to save to", CheckpointExistsError)
-    if os.path.ismount(target.url):
-        raise target.error(
-            " is a mount point, which cannot be replaced in one step; save to a folder below it"
-        )
-    if there and os.path.samefile(target.url, os.curdir):
-        raise target.error(
-            " is the working directory of this process, which the save would replace; save to a "
-            "folder below it"
-        )
-    if is_taken(target, commits) and not options.overwrite:
-        raise exists_error(target)
+    target = LocalFolder(os.path.realpath(place.url))
+    if os.path.lexists(target.url):
+        _require_replaceable(target, options, commits)
     for left in leftovers(*os.path.split(target.url)):
         sweep(left)
-    attempt = FolderAttempt(target, _own_id(secrets.token_hex(8)), options.overwrite, commits)
+    last = secrets.token_hex(8)
+    attempt = FolderAttempt(target, _own_id(last), options.overwrite, commits)
     try:
         with store_errors("creating", attempt.location.url):
             os.makedirs(attempt.location.url)
-            attempt.location.write(OWNER_NAME, _mark_of(attempt.id))
+            Path(attempt.location.url, OWNER_NAME).write_text(last)
     except BaseException:
         attempt.abandon()
         raise
     return attempt
 
 
+def _require_replaceable(target: Location, options: SaveOptions, commits: Sequence[str]) -> None:
+    """Raise the errors of :func:`begin` if a save cannot replace what exists at a target."""
+    if not target.is_dir():
+        raise target.error(" is a file; give a folder's path to save to", CheckpointExistsError)
+    if os.path.ismount(target.url):
+        raise target.error(
+            " is a mount point, which cannot be replaced in one step; save to a folder below it"
+        )
+    if os.path.samefile(target.url, os.curdir):
+        raise target.error(
+            " is the working directory of this process, which the save would replace; save to a "
+            "folder below it"
+        )
+    if is_taken(target, commits) and not options.overwrite:
+        raise exists_error(target)
+
+
 def join(place: Location, attempt_id: str, options: SaveOptions) -> FolderAttempt:
     """See :meth:`Commits.join`."""
-    return FolderAttempt(LocalFolder.real(place), attempt_id, options.overwrite)
+    return FolderAttempt(LocalFolder(os.path.realpath(place.url)), attempt_id, options.overwrite)
 
 
 def resumed(place: Location, attempt_id: str, options: SaveOptions) -> FolderAttempt | None:
     """See :meth:`Commits.resumed`."""
-    target = LocalFolder.real(place)
+    target = LocalFolder(os.path.realpath(place.url))
     last = attempt_id.rpartition("-")[2]
     for name in LocalFolder(os.path.dirname(target.url)).listing():
         if (found := _ATTEMPT.fullmatch(name)) and found["last"] == last:

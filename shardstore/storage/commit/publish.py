@@ -7,7 +7,7 @@ ranks (converters) call :func:`publish` with the reports of all writers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -25,6 +25,7 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.codecs import constant_record
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.collector import collector_paused
 
 CONFIG = "config"
@@ -71,33 +72,35 @@ class RootContent:
         }
 
 
+@dataclass
 class Files:
     """Files of an attempt other than chunks.
 
     Files are collected and written in parallel: in an object store, each is one request.
 
-    Args:
+    Attributes:
         attempt: the attempt that the files belong to.
         manifest: receives their checksums.
         budget_bytes: memory for chunks in flight; collected files may take 1/16 of it in addition.
     """
 
-    def __init__(self, attempt: Attempt, manifest: RankManifest, budget_bytes: int) -> None:
-        self._attempt, self._manifest = attempt, manifest
-        self._room = budget_bytes // BUDGET_PART
-        self._kept: list[tuple[str, bytes]] = []
-        self._kept_bytes = 0
+    attempt: Attempt
+    manifest: RankManifest
+    budget_bytes: int
+    _kept: list[tuple[str, bytes]] = field(default_factory=list)
+    _kept_bytes: int = 0
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, or collect it for :meth:`flush`.
+        """Collect a file; first write those that were collected if their room is full.
 
         Raises:
-            StorageError: the store refused this file or an earlier one.
+            StorageError: the store refused an earlier file.
         """
-        self._manifest.add_file(name, data)
-        if self._kept_bytes + len(data) > self._room:
-            self.flush()
-        self._keep(name, data)
+        self.manifest.files[name] = crc32c(data, 0), len(data)
+        if self._kept_bytes + len(data) > self.budget_bytes // BUDGET_PART:
+            self.attempt.put_all(self.taken())
+        self._kept.append((name, data))
+        self._kept_bytes += len(data)
 
     def add_arrays(self, arrays: Iterable[tuple[ArrayMeta, bool]], *, documents: bool) -> None:
         """Record arrays in the manifest, and the chunks of constant ones.
@@ -111,26 +114,19 @@ class Files:
             AccessPatternError: see :meth:`RankManifest.add_array`.
         """
         for meta, created in arrays:
-            self._manifest.add_array(meta, created=created)
+            self.manifest.add_array(meta, created=created)
             if created and meta.constant is not None:
                 for index in map(meta.grid.index_at, range(meta.grid.size)):
-                    self._manifest.add_chunk(meta, index, constant_record(meta, index))
-            if created and documents and meta.has_document(packs=self._manifest.has_packs):
-                self._keep(f"{meta.node}/{meta.document_name}", array_document(meta).encode())
+                    self.manifest.add_chunk(meta, index, constant_record(meta, index))
+            if created and documents and meta.has_document(packs=self.manifest.has_packs):
+                data = array_document(meta).encode()
+                self._kept.append((f"{meta.node}/{meta.document_name}", data))
+                self._kept_bytes += len(data)
 
-    def _keep(self, name: str, data: bytes) -> None:
-        self._kept.append((name, data))
-        self._kept_bytes += len(data)
-
-    def flush_beside(self, work: Callable[[], None]) -> None:
-        """Write the collected files, and chunks by ``work``, in the better order. Raises the errors
-        of :meth:`put`."""
+    def taken(self) -> list[tuple[str, bytes]]:
+        """Return names and contents of the collected files, which the caller must write."""
         kept, self._kept, self._kept_bytes = self._kept, [], 0
-        self._attempt.put_beside(kept, work)
-
-    def flush(self) -> None:
-        """Write the collected files. Raises the errors of :meth:`put`."""
-        self.flush_beside(lambda: None)
+        return kept
 
 
 def put_chunks(

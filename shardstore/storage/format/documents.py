@@ -161,8 +161,8 @@ class ArrayMeta:
     def has_document(self, *, packs: bool) -> bool:
         """Return whether the array has a document of its own, in a checkpoint with array documents.
         ``packs``: whether the checkpoint has packs, and so no objects for what needs none."""
-        is_stored = self.constant is None and self.grid.size > 0
-        return self.places is None and (is_stored or not packs)
+        is_needed = not packs or (self.constant is None and self.grid.size > 0)
+        return is_needed and self.places is None
 
     @property
     def document_name(self) -> str:

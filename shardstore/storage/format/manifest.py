@@ -191,12 +191,8 @@ class RankManifest:
         number = sum(name.startswith(f"{PACKS}/{self.rank}.") for name in self.packs)
         name = self.packs[file] = f"{PACKS}/{self.rank}.{number}.zip"
         self.loose = None
-        self.add_file(name, data)
-        return name, data
-
-    def add_file(self, name: str, data: bytes) -> None:
-        """Record a file other than a chunk, by its name below the root."""
         self.files[name] = crc32c(data, 0), len(data)
+        return name, data
 
     def add_report(self, other: RankManifest) -> None:
         """Add the arrays and chunks of another rank's report. This report only collects those of

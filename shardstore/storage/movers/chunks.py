@@ -46,11 +46,6 @@ class ChunkWrite:
     index: tuple[int, ...]
     source: Source
 
-    @property
-    def name(self) -> str:
-        """Name of the chunk's file or object below the root."""
-        return self.array.chunk_name(self.index)
-
     def data(self) -> NDArray[Any]:
         """Return the source array. Call the source function if there is one.
 

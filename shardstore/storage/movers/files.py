@@ -37,7 +37,7 @@ from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FileBox, Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.runtime.counters import counters
-from shardstore.storage.runtime.parallel import default_threads, run_batched
+from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.folder import open_regular, store_errors
 from shardstore.storage.stores.location import Location
 
@@ -75,7 +75,7 @@ class FolderMover(Mover):
         def work(batch: Sequence[ChunkWrite]) -> None:
             size = 0
             for item in batch:
-                path = f"{root}/{item.name}"
+                path = f"{root}/{item.array.chunk_name(item.index)}"
                 with store_errors("writing", path, key=item.array.key):
                     # Before its first chunk, which would fail without a folder.
                     if not any(item.index):
@@ -92,7 +92,7 @@ class FolderMover(Mover):
         run_batched(
             writes,
             work,
-            threads=self.options.threads or default_threads(),
+            threads=self.options.threads,
             weight=lambda item: item.array.chunk_bytes,
             batch_weight=WRITE_BATCH_BYTES,
         )
@@ -129,7 +129,7 @@ class FolderMover(Mover):
         run_batched(
             parts,
             work,
-            threads=self.options.threads or default_threads(),
+            threads=self.options.threads,
             weight=lambda part: part.out.nbytes,
             batch_weight=READ_BATCH_BYTES,
         )
@@ -167,7 +167,6 @@ class FolderMover(Mover):
             run_batched(
                 slabs,
                 copy,
-                threads=default_threads(),
                 weight=lambda slab: slab.out.nbytes,
                 batch_weight=SLAB_BATCH_BYTES,
             )

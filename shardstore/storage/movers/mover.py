@@ -32,10 +32,8 @@ from shardstore.storage.movers.codecs import BadChunkError, constant_record, con
 from shardstore.storage.movers.packed import read_packed
 from shardstore.storage.movers.ranges import FileBox, Slab, slabs_of
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
-from shardstore.storage.options import SaveOptions
+from shardstore.storage.options import DEFAULTS, SaveOptions
 from shardstore.storage.stores.location import Location
-
-DEFAULTS = SaveOptions()
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,9 @@ class _Put(_Transfer[ChunkWrite]):
 
     def needs(self) -> _Needs:
         """See :meth:`_Transfer.needs`."""
-        array, name = self.item.array, self.item.name
+        array = self.item.array
         if (stored := codecs.uncompressed_bytes(array)) > MAX_OBJECT_BYTES:
-            url = f"{self.lane.url}/{name}"
+            url = f"{self.lane.url}/{array.chunk_name(self.item.index)}"
             raise StorageError(
                 f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
                 "in smaller chunks, as the default strategy ('zarr', 2) does",
@@ -214,8 +214,8 @@ class _Put(_Transfer[ChunkWrite]):
     def begin(self) -> None:
         """See :meth:`_Transfer.begin`."""
         self._chunk = codecs.EncodedChunk(self.item.array, self.item.data())
-        (parts,) = self._chunk
-        self._create = Create(self.lane.io, self.lane.url, self.item.name, parts, self.check)
+        (parts,), name = self._chunk, self.item.array.chunk_name(self.item.index)
+        self._create = Create(self.lane.io, self.lane.url, name, parts, self.check)
         self._create.start()
 
     def end(self) -> None:

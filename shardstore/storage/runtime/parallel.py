@@ -36,8 +36,10 @@ def default_threads() -> int:
     The ranks of a machine share its processors, unless the launcher binds each rank to its own
     processors. ``LOCAL_WORLD_SIZE``, which torchrun sets, is the number of these ranks.
     """
-    processors = len(os.sched_getaffinity(0))
-    if not _is_bound(processors):
+    processors = of_parent = len(os.sched_getaffinity(0))
+    with suppress(OSError):  # the parent has ended, or another user owns it
+        of_parent = len(os.sched_getaffinity(os.getppid()))
+    if processors >= of_parent:
         processors //= local_ranks()
     return max(1, min(MAX_THREADS, processors))
 
@@ -48,14 +50,6 @@ def local_ranks() -> int:
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     except ValueError:
         return 1
-
-
-def _is_bound(processors: int) -> bool:
-    """Return whether this process may use fewer processors than its parent process."""
-    try:
-        return processors < len(os.sched_getaffinity(os.getppid()))
-    except OSError:  # the parent has ended, or another user owns it
-        return False
 
 
 def yield_to_others() -> None:
@@ -76,7 +70,7 @@ def run_batched(
     items: Sequence[T],
     work: Callable[[Sequence[T]], None],
     *,
-    threads: int,
+    threads: int | None = None,
     weight: Callable[[T], int] = lambda _: 1,
     batch_weight: int = 1,
 ) -> None:
@@ -85,7 +79,7 @@ def run_batched(
     Args:
         items: the jobs.
         work: called with a batch, by several threads at a time.
-        threads: number of threads, including the caller's.
+        threads: number of threads, including the caller's; ``None``: :func:`default_threads`.
         weight: returns the weight of a job (bytes).
         batch_weight: largest weight of a batch, which has at most :data:`MOST_IN_BATCH` jobs; a job
             that exceeds it is a batch by itself.
@@ -109,8 +103,11 @@ def run_batched(
                 failures.append(error)
 
     others: list[threading.Thread] = []
+    more = len(batches) - 1
+    if more > 0:
+        more = min(more, (threads or default_threads()) - 1)
     with suppress(RuntimeError):  # no thread can be started: the running ones do the work
-        for _ in range(min(threads, len(batches)) - 1):
+        for _ in range(more):
             thread = threading.Thread(target=worker, name="shardstore-io")
             thread.start()
             others.append(thread)

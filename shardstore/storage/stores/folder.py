@@ -117,11 +117,6 @@ class LocalFolder(Location):
         """See :attr:`Location.place`."""
         return Path(self.url)
 
-    @staticmethod
-    def real(place: Location) -> LocalFolder:
-        """Return the folder that a place leads to by symbolic links."""
-        return LocalFolder(os.path.realpath(place.url))
-
     def read_range(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
         """See :meth:`Location.read_range`."""
         path = f"{self.url}/{name}"

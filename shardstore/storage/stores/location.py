@@ -45,57 +45,6 @@ def url_of(place: object) -> str:
     Raises:
         ArgumentError: ``place`` is neither a path nor a supported URL. The text says what to give.
     """
-    # RFC 3986, section 3.1: schemes are case-insensitive.
-    url = re.sub(r"^[A-Za-z][A-Za-z0-9+.-]+:/", lambda found: found[0].lower(), _text(place))
-    if url.startswith(_FILE):
-        # RFC 8089: an empty host is the local one, as is localhost; escapes stand for bytes.
-        url = re.sub("^localhost(?=/)", "", url[len(_FILE) :])
-        url = os.fsdecode(unquote_to_bytes(os.fsencode(url)))
-        if not url:
-            raise _wrong(place, "is empty: give a path or a URL")
-    elif parts := _SCHEME.match(url):
-        scheme, slashes, rest = parts["scheme"], parts["slashes"], parts["rest"].strip("/")
-        has_bucket = scheme in _OF_BUCKETS
-        # A secret key may contain slashes; bucket names contain no colon, except for ARNs.
-        if has_bucket and re.match(r"(?!arn:)[^/]*:", rest):
-            raise _wrong(
-                f"{scheme}://***",
-                "has a colon where the name of the bucket is expected: credentials are no part of "
-                "such a URL; give them as storage_options={'key': ..., 'secret': ...}, or as AWS_* "
-                "variables or a profile",
-            )
-        if not rest and scheme != "memory":  # memory:// has no buckets
-            raise _wrong(place, "names no bucket; give a URL such as s3://bucket/run/step-100")
-        if has_bucket and not {"", ".", ".."}.isdisjoint(rest.split("/")):
-            raise _wrong(
-                place,
-                "has a part between slashes that is empty, '.' or '..', which not every client of "
-                "object stores accepts: leave it out",
-            )
-        whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
-        if slashes == "/":
-            what = "has lost a slash, as URLs do in pathlib.Path"
-            raise _wrong(place, f"{what}: give {whole!r} as a string")
-        plain = _VERSION.sub("", whole)
-        if plain != whole or (has_bucket and slashes != "//"):
-            raise _wrong(
-                place,
-                "names a version of an object, or has three slashes before the bucket, which not "
-                f"every client reads as a part of the name: give {plain!r}",
-            )
-    if "\0" in url:
-        raise _wrong(place, "has a NUL character, which no path may contain")
-    # A file system of a chain may answer from a cache, or keep many names in one file, but claims
-    # and commits need the store itself.
-    if "://" in url and "::" in url:
-        raise _wrong(place, "is a chain of URLs, which cannot hold one: give the store's URL")
-    if "://" not in url:
-        url = os.path.abspath(os.path.expanduser(url))
-    scheme, separator, path = url.rpartition("://")
-    return f"{scheme}{separator}{path.rstrip('/')}" or "/"
-
-
-def _text(place: object) -> str:
     try:
         url = os.fspath(place)  # type: ignore[call-overload]
     except TypeError:
@@ -109,7 +58,58 @@ def _text(place: object) -> str:
         raise _wrong(place, "is empty: give a path or a URL")
     if url != url.lstrip() and "://" in url:
         raise _wrong(place, "begins with a blank: remove it")
-    return url
+    # RFC 3986, section 3.1: schemes are case-insensitive.
+    url = re.sub(r"^[A-Za-z][A-Za-z0-9+.-]+:/", lambda found: found[0].lower(), url)
+    if url.startswith(_FILE):
+        # RFC 8089: an empty host is the local one, as is localhost; escapes stand for bytes.
+        url = re.sub("^localhost(?=/)", "", url[len(_FILE) :])
+        url = os.fsdecode(unquote_to_bytes(os.fsencode(url)))
+        if not url:
+            raise _wrong(place, "is empty: give a path or a URL")
+    elif parts := _SCHEME.match(url):
+        _check_store_url(place, parts["scheme"], parts["slashes"], parts["rest"].strip("/"))
+    if "\0" in url:
+        raise _wrong(place, "has a NUL character, which no path may contain")
+    # A file system of a chain may answer from a cache, or keep many names in one file, but claims
+    # and commits need the store itself.
+    if "://" in url and "::" in url:
+        raise _wrong(place, "is a chain of URLs, which cannot hold one: give the store's URL")
+    if "://" not in url:
+        url = os.path.abspath(os.path.expanduser(url))
+    scheme, separator, path = url.rpartition("://")
+    return f"{scheme}{separator}{path.rstrip('/')}" or "/"
+
+
+def _check_store_url(place: object, scheme: str, slashes: str, rest: str) -> None:
+    """Raise the errors of :func:`url_of` for a URL: its scheme, the slashes and what follows."""
+    has_bucket = scheme in _OF_BUCKETS
+    # A secret key may contain slashes; bucket names contain no colon, except for ARNs.
+    if has_bucket and re.match(r"(?!arn:)[^/]*:", rest):
+        raise _wrong(
+            f"{scheme}://***",
+            "has a colon where the name of the bucket is expected: credentials are no part of "
+            "such a URL; give them as storage_options={'key': ..., 'secret': ...}, or as AWS_* "
+            "variables or a profile",
+        )
+    if not rest and scheme != "memory":  # memory:// has no buckets
+        raise _wrong(place, "names no bucket; give a URL such as s3://bucket/run/step-100")
+    if has_bucket and not {"", ".", ".."}.isdisjoint(rest.split("/")):
+        raise _wrong(
+            place,
+            "has a part between slashes that is empty, '.' or '..', which not every client of "
+            "object stores accepts: leave it out",
+        )
+    whole = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
+    if slashes == "/":
+        what = "has lost a slash, as URLs do in pathlib.Path"
+        raise _wrong(place, f"{what}: give {whole!r} as a string")
+    plain = _VERSION.sub("", whole)
+    if plain != whole or (has_bucket and slashes != "//"):
+        raise _wrong(
+            place,
+            "names a version of an object, or has three slashes before the bucket, which not "
+            f"every client reads as a part of the name: give {plain!r}",
+        )
 
 
 def _wrong(place: object, what: str) -> ArgumentError:

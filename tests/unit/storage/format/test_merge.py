@@ -26,6 +26,7 @@ from shardstore.storage.format.grid import Grid, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
 from shardstore.storage.format.merge import joined, merge
 from shardstore.storage.options import SaveOptions
+from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
 
 SIDE = 128
@@ -184,7 +185,7 @@ def test_the_coordinators_own_report_needs_no_packing() -> None:
         manifest.copies = [f"c{manifest.rank}"]
         manifest.seconds = {"write": 0.5 + manifest.rank}
         manifest.reused_bytes = 7
-        manifest.add_file("common.pt", b"x")
+        manifest.files["common.pt"] = (crc32c(b"x", 0), 1)
     sent = merge([m.to_bytes() for m in manifests])
     for own in ([manifests[0], manifests[1].to_bytes()], manifests):
         merged = merge(own)
