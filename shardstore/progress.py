@@ -106,45 +106,39 @@ class Meter:
 
     Attributes:
         now: the current event.
+        callback: the callback; ``None`` if there is none, or if it has failed.
     """
 
     def __init__(
         self, operation: Operation, url: str, callback: ProgressCallback | None = None
     ) -> None:
         self.now = Progress(operation, "begin", url)
-        self._callback = callback
+        self.callback = callback
         self._lock = threading.Lock()
         if callback is not None:
-            self._tell()
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether there is a callback."""
-        return self._callback is not None
-
-    def expect(self, size: int, chunks: int = 0) -> None:
-        """Add bytes and chunks to the totals, and enter the phase ``"move"``."""
-        self._tell("move", bytes_total=size, chunks_total=chunks)
-
-    def enter(self, phase: Phase) -> None:
-        """Begin another phase."""
-        self._tell(phase)
+            self.enter("begin")
 
     def count(self, size: int, chunks: int = 1) -> None:
         """Add bytes and chunks to those that are done; without a callback, do nothing."""
-        if self.is_watched:
-            self._tell(bytes_done=size, chunks_done=chunks)
+        if self.callback is not None:
+            self.enter(None, bytes_done=size, chunks_done=chunks)
 
-    def _tell(self, phase: Phase | None = None, **more: int) -> None:
+    def enter(self, phase: Phase | None, **more: int) -> None:
+        """Begin another phase, and pass the event to the callback.
+
+        Args:
+            phase: the phase; ``None``: the current one.
+            **more: amounts that are added to fields of the event.
+        """
         with self._lock:
             now = self.now
             sums = {name: getattr(now, name) + n for name, n in more.items()}
             self.now = replace(now, phase=phase or now.phase, **sums)
             try:
-                if self._callback is not None:
-                    self._callback(self.now)
+                if self.callback is not None:
+                    self.callback(self.now)
             except Exception as error:
-                self._callback = None
+                self.callback = None
                 logger.warning(
                     f"{now.operation} of {now.url} continues without its progress callback, which "
                     f"raised {type(error).__name__}: {error}"

@@ -377,7 +377,7 @@ class _Loading:
             read_chunks(context, _part(plan, scaled=False))
         finally:  # the other ranks wait for pieces
             if blocks:
-                meter.expect(sum(region.out.nbytes for region in shared), 0)
+                meter.enter("move", bytes_total=sum(region.out.nbytes for region in shared))
                 sharing.read_shared(self.ranks, blocks, shared, files.read_range, meter.count)
         if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
             read_chunks(context, _part(plan, scaled=True))

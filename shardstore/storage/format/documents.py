@@ -122,14 +122,18 @@ class ArrayMeta:
     def expected_crc(self, number: int) -> int | None:
         """Return the crc32c of a decoded chunk from the commit; ``None`` if the commit has none.
         ``number`` is the position of the chunk in C order over the grid."""
-        return None if self.crcs is None else _number(self.crcs, number)
+        if self.crcs is None:
+            return None
+        return int.from_bytes(self.crcs[4 * number : 4 * number + 4], "little")
 
     def expected_size(self, number: int) -> int | None:
         """Return the size of a compressed chunk from the commit, as :meth:`expected_crc`."""
         if self.places is not None:
             place = self.places.of(number)
             return place.last - place.first
-        return None if self.sizes is None else _number(self.sizes, number)
+        if self.sizes is None:
+            return None
+        return int.from_bytes(self.sizes[4 * number : 4 * number + 4], "little")
 
     @property
     def has_crc(self) -> bool:
@@ -146,17 +150,13 @@ class ArrayMeta:
         """Whether a chunk object is the compressed chunk with a crc32c after it."""
         return self.codecs is not None and len(self.codecs) == 2
 
-    def chunk_key(self, index: Sequence[int]) -> str:
-        """Return the key of a chunk below the array (Zarr v3 core specification, "Chunk key
-        encoding": default; or v2)."""
+    def chunk_name(self, index: Sequence[int]) -> str:
+        """Return the name of a chunk's file or object below the root: the array's node, and the
+        chunk's key (Zarr v3 core specification, "Chunk key encoding": default; or v2)."""
         numbers = self.separator.join(map(str, index))
         if self.v2_keys or self.zarr_format == 2:
-            return numbers or "0"
-        return f"c{self.separator}{numbers}" if numbers else "c"
-
-    def chunk_name(self, index: Sequence[int]) -> str:
-        """Return the name of a chunk's file or object below the root."""
-        return f"{self.node}/{self.chunk_key(index)}"
+            return f"{self.node}/{numbers or 0}"
+        return f"{self.node}/c{self.separator}{numbers}" if numbers else f"{self.node}/c"
 
     def has_document(self, *, packs: bool) -> bool:
         """Return whether the array has a document of its own, in a checkpoint with array documents.
@@ -523,10 +523,6 @@ def _numbers(text: str, chunks: int) -> bytes | None:
     except ValueError:
         return None
     return numbers if len(numbers) == 4 * chunks else None
-
-
-def _number(numbers: bytes, position: int) -> int:
-    return int.from_bytes(numbers[4 * position : 4 * position + 4], "little")
 
 
 def parse_v2_array(node: str, text: bytes, url: str) -> ArrayMeta:
