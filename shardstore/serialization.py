@@ -292,7 +292,7 @@ def load(
         validate_access_integrity=validate_access_integrity,
         strict=strict,
         verify_integrity=verify_integrity,
-        process_group=process_group,
+        ranks=Ranks.of(process_group),
         storage_options=storage_options,
         map_location=map_location,
         replica_group=replica_group,

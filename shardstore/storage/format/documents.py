@@ -11,7 +11,6 @@ import json
 import math
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -720,15 +719,6 @@ class RootDocument:
         """
         wrong = f"{what}: it is damaged, or another program changed it; put the saved one back"
         return errors.damaged(self.url, wrong)
-
-
-def root_without_arrays(text: bytes) -> RootDocument:
-    """Return a root document of which only the attributes are parsed; without attributes, if it is
-    damaged."""
-    attributes: Any = None
-    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
-        attributes = _ROOT.decode(text).attributes
-    return RootDocument("", attributes, {})
 
 
 def parse_root(text: bytes, url: str) -> RootDocument:
