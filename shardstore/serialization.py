@@ -17,7 +17,7 @@ import torch
 from shardstore.dict_utils import shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import CONTENT_METADATA_KEY, find_strategies, opened
+from shardstore.loading.context import CONTENT_METADATA_KEY, opened
 from shardstore.loading.plan import part_of
 from shardstore.loading.run import LoadRequest, run_load
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
@@ -39,7 +39,12 @@ from shardstore.strategies.base import (
     get_default_strategy,
 )
 from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
-from shardstore.validation import StrictHandling, strategy_of, validate_sharded_objects_handling
+from shardstore.validation import (
+    StrictHandling,
+    strategy_of,
+    validate_sharded_objects_handling,
+    verify_checkpoint_and_load_strategy,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -386,7 +391,7 @@ def load_common_state_dict(
         NotACheckpointError, DamagedCheckpointError, UnsafeObjectError: as :func:`load`.
     """
     with opened(checkpoint_dir, storage_options) as context:
-        _, strategy = find_strategies(context)
+        _, strategy = verify_checkpoint_and_load_strategy(context.stored)
         return cast(StateDict, shaped_like({}, called(strategy.load_common, context)))
 
 
@@ -434,7 +439,7 @@ def load_tensors_metadata(
         NotACheckpointError, FormatVersionError, DamagedCheckpointError: as :func:`load`.
     """
     with opened(checkpoint_dir, storage_options) as context:
-        strategy, _ = find_strategies(context, sharded_strategy)
+        strategy, _ = verify_checkpoint_and_load_strategy(context.stored, sharded_strategy)
         return called(strategy.load_tensors_metadata, context)
 
 
@@ -447,7 +452,9 @@ def load_sharded_metadata(
 ) -> CkptShardedMetadata:
     """Do what :func:`load_tensors_metadata` does, and add sharded objects by their unique keys."""
     with opened(checkpoint_dir, storage_options) as context:
-        sharded, common = find_strategies(context, sharded_strategy, common_strategy)
+        sharded, common = verify_checkpoint_and_load_strategy(
+            context.stored, sharded_strategy, common_strategy
+        )
         metadata = dict(called(sharded.load_sharded_metadata, context))
         if not sharded.can_handle_sharded_objects:
             validate_sharded_objects_handling(sharded, common)
@@ -471,7 +478,7 @@ def remove_sharded_tensors(
     if not isinstance(key_prefix, str):
         raise ArgumentError(f"key_prefix={key_prefix!r:.100} must be a string")
     with opened(checkpoint_dir, storage_options) as context:
-        strategy, _ = find_strategies(context)
+        strategy, _ = verify_checkpoint_and_load_strategy(context.stored)
     location = context.stored.location
     if has_hashes := location.exists(INTEGRITY_NAME):
         check_integrity(location)
@@ -483,4 +490,4 @@ def remove_sharded_tensors(
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
     """Return the strategy that loads the tensors of a checkpoint."""
     with opened(checkpoint_dir) as context:
-        return find_strategies(context)[0]
+        return verify_checkpoint_and_load_strategy(context.stored)[0]

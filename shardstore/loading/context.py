@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
 from shardstore.errors import CheckpointingException
 from shardstore.progress import Meter
@@ -21,8 +20,7 @@ from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, running
-from shardstore.validation import verify_checkpoint_and_load_strategy
+from shardstore.strategies.base import running
 
 CONTENT_METADATA_KEY = "content_metadata"
 START_BYTES = 1024 * 1024
@@ -156,20 +154,3 @@ def opened(
         context = replace(context, stored=StoredCheckpoint(location, documents=documents))
     with context.stored.unless_replaced():
         yield context
-
-
-def find_strategies(
-    context: LoadContext,
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
-    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
-) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return the strategies that read a checkpoint.
-
-    Raises the errors of :func:`shardstore.validation.verify_checkpoint_and_load_strategy`.
-    """
-    return verify_checkpoint_and_load_strategy(
-        context.stored.location.place,
-        sharded_strategy,
-        common_strategy,
-        config=stored_config(context.stored),
-    )

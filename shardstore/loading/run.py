@@ -29,7 +29,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import adopt, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims, is_claimed
-from shardstore.loading.context import LoadContext, find_strategies, read_documents
+from shardstore.loading.context import LoadContext, read_documents
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
@@ -434,7 +434,9 @@ def _adopted(request: LoadRequest, opened: Opened) -> Opened:
         return pickle.dumps(_checked(request, [pickle.loads(one) for one in reports]))
 
     with ranks.meet(what, owners) as meeting, context.stored.unless_replaced():
-        strategy, _ = find_strategies(context, request.sharded_strategy)
+        strategy, _ = validation.verify_checkpoint_and_load_strategy(
+            context.stored, request.sharded_strategy
+        )
         if needs_adoption(wanted.others, wanted.found):
             stored = called(strategy.load_tensors_metadata, context)
             state = adopt(state, stored)
@@ -490,8 +492,8 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
     """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
     mode of ``strict``."""
     context, wanted, requested = opened.context, opened.wanted, opened.requested or set()
-    for_tensors, for_common = find_strategies(
-        context, request.sharded_strategy, request.common_strategy
+    for_tensors, for_common = validation.verify_checkpoint_and_load_strategy(
+        context.stored, request.sharded_strategy, request.common_strategy
     )
     common = called(for_common.load_common, context)
     items: ShardedStateDict = {str(number): one for number, (_, one) in enumerate(wanted.shards)}

@@ -9,7 +9,6 @@ write the common values as JSON in the root document, see :mod:`shardstore.value
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_ma
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, node_name, object_place
-from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy
 from shardstore.values import plain as plain_values
@@ -152,13 +150,16 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         stored = context_of(checkpoint_dir).stored
         sizes = {} if stored.root is None else stored.root.file_bytes
         objects = list(nested_values(sharded_objects_state_dict))
+        names = [object_file(sharded) for sharded in objects]
+        files = stored.location.read_many(names, [sizes.get(name) for name in names])
         values: dict[int, Any] = {}
-
-        def load(batch: Sequence[ShardedObject]) -> None:
-            for sharded in batch:
-                values[id(sharded)] = _load_object(stored, sharded, sizes)
-
-        run_batched(objects, load, threads=stored.location.threads())
+        for sharded, name, data in zip(objects, names, files, strict=True):
+            if data is None:
+                values[id(sharded)] = _load_under_another_name(stored, sharded)
+                continue
+            stored.check_file(name, data)
+            url = f"{stored.location.url}/{name}"
+            values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
         )
@@ -202,18 +203,19 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         return found.nested(url, objects, numbered=True)
 
 
-def _load_object(stored: StoredCheckpoint, sharded: ShardedObject, sizes: Mapping[str, int]) -> Any:
-    """Return the stored value of an object. ``sizes`` are those of the files in the commit."""
-    candidates = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
-    names = [name for name in dict.fromkeys(candidates) if is_inside(name)]
-    for name in names:
-        (data,) = stored.location.read_many([name], [sizes.get(name)])
-        if data is not None:
-            stored.check_file(name, data)
-            return load_file(name, data, f"{stored.location.url}/{name}", sharded.unique_key)
-    for name in names:
-        stored.check_file(name, None)
+def _load_under_another_name(stored: StoredCheckpoint, sharded: ShardedObject) -> Any:
+    """Return the stored value of an object from a file that Megatron-Core or the DCP writer named.
+
+    Raises:
+        MissingKeyError: there is no such file.
+        DamagedCheckpointError: the commit names the file of this object, which is missing.
+    """
     url = stored.location.url
+    for name in (f"{sharded.unique_key}.pt", object_file(sharded, ".json")):
+        if is_inside(name) and (data := stored.document(name)) is not None:
+            stored.check_file(name, data)
+            return load_file(name, data, f"{url}/{name}", sharded.unique_key)
+    stored.check_file(object_file(sharded), None)
     beside = [n for n in stored.location.listing(node_name(sharded.key)) if object_place(n)][:4]
     hint = f"stored parts of this key: {beside}" if beside else "no part of this key is stored"
     raise errors.MissingKeyError(

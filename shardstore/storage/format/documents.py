@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -641,18 +641,17 @@ class RootDocument:
     def used_packs(self, without: Collection[str] = ()) -> set[str]:
         """Return the names of the packs in which a chunk of an array lies. Arrays of the nodes
         ``without`` do not count."""
-        arrays = (array for array in self._packed_arrays() if array.node not in without)
+        arrays = (self._packed_array(node) for node in self.packed if node not in without)
         return {name for array in arrays if array.places for name in array.places.names()}
 
-    def _packed_arrays(self) -> Iterator[ArrayMeta]:
-        for node, row in self.packed.items():
-            try:
-                found = msgspec.convert(row, _Packed)
-                yield found.array(node, self.packs or (), self.chunk_sums.get(node))
-            except (msgspec.ValidationError, ValueError, errors.DTypeMismatchError) as error:
-                raise self.damaged(
-                    f"has a description of the packed {node!r} that no save writes ({error})"
-                ) from error
+    def _packed_array(self, node: str) -> ArrayMeta:
+        try:
+            found = msgspec.convert(self.packed[node], _Packed)
+            return found.array(node, self.packs or (), self.chunk_sums.get(node))
+        except (msgspec.ValidationError, ValueError, errors.DTypeMismatchError) as error:
+            raise self.damaged(
+                f"has a description of the packed {node!r} that no save writes ({error})"
+            ) from error
 
     def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
         """Return all arrays by key.
@@ -689,7 +688,7 @@ class RootDocument:
             elif ours:
                 what = "a group" if meta is None else "unknown codecs"
                 raise self.damaged(no_save.format(node, what))
-        found += self._packed_arrays()
+        found += [self._packed_array(node) for node in self.packed]
         return by_key(found, self.url)
 
     def without(self, nodes: Collection[str]) -> bytes:
