@@ -106,21 +106,21 @@ class Meter:
 
     Attributes:
         now: the current event.
-        callback: the callback; ``None`` if there is none, or if it has failed.
+        is_watched: whether there is a callback.
     """
 
     def __init__(
         self, operation: Operation, url: str, callback: ProgressCallback | None = None
     ) -> None:
         self.now = Progress(operation, "begin", url)
-        self.callback = callback
+        self._callback, self.is_watched = callback, callback is not None
         self._lock = threading.Lock()
-        if callback is not None:
+        if self.is_watched:
             self.enter("begin")
 
     def count(self, size: int, chunks: int = 1) -> None:
         """Add bytes and chunks to those that are done; without a callback, do nothing."""
-        if self.callback is not None:
+        if self.is_watched:
             self.enter(None, bytes_done=size, chunks_done=chunks)
 
     def enter(self, phase: Phase | None, **more: int) -> None:
@@ -135,10 +135,10 @@ class Meter:
             sums = {name: getattr(now, name) + n for name, n in more.items()}
             self.now = replace(now, phase=phase or now.phase, **sums)
             try:
-                if self.callback is not None:
-                    self.callback(self.now)
+                if self._callback is not None:
+                    self._callback(self.now)
             except Exception as error:
-                self.callback = None
+                self._callback, self.is_watched = None, False
                 logger.warning(
                     f"{now.operation} of {now.url} continues without its progress callback, which "
                     f"raised {type(error).__name__}: {error}"

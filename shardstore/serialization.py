@@ -19,7 +19,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
 from shardstore.loading.context import CONTENT_METADATA_KEY, opened
 from shardstore.loading.plan import part_of
-from shardstore.loading.run import LoadRequest, run_load
+from shardstore.loading.run import LoadRequest, run_load, was_replaced
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import SaveRequest, run_save
@@ -307,6 +307,11 @@ def load(
         progress=progress,
         stored_metadata=load_sharded_metadata,  # looked up now, because programs replace it
     )
+    try:
+        return run_load(request)
+    except Exception as problem:
+        if not was_replaced(request.ranks, problem):
+            raise
     return run_load(request)
 
 

@@ -73,7 +73,7 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
     meter = context.meter
     with context.together(), torch.no_grad():
         regions = [region for one in plan.values() for region in one.regions]
-        watched = () if meter.callback is None else regions
+        watched = regions if meter.is_watched else ()
         chunks = sum(1 for region in watched for _ in chunk_parts(region))
         size_bytes = sum(region.out.nbytes for region in regions)
         meter.enter("move", bytes_total=size_bytes, chunks_total=chunks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,24 +145,16 @@ def _device(map_location: str | torch.device) -> torch.device:
     return device
 
 
-def run_load(request: LoadRequest) -> Loaded:
-    """Load a checkpoint. Every rank calls it and waits for all others, see :func:`shardstore.load`.
-    If the checkpoint was replaced in the meantime, load once more.
-
-    Args:
-        request: the arguments of this rank.
-    """
-    ranks = request.ranks
-    try:
-        return _load(request)
-    except Exception as problem:
-        replaced: list[str] = []
-        with suppress(Exception):  # a rank was lost
-            replaced = [] if ranks.is_broken else causes(ranks, problem, (ReplacedError,), what="")
-        if not replaced:
-            raise
+def was_replaced(ranks: Ranks, problem: Exception) -> bool:
+    """Return whether a load failed because the checkpoint was replaced in the meantime, so that
+    another load may succeed, and log it. Every rank calls it with its own error, and waits for all
+    others."""
+    texts: list[str] = []
+    with suppress(Exception):  # a rank was lost
+        texts = [] if ranks.is_broken else causes(ranks, problem, (ReplacedError,), what="")
+    if texts:
         logger.warning("%s; loading what is there now", problem)
-    return _load(request)
+    return bool(texts)
 
 
 def causes(
@@ -193,7 +185,15 @@ def causes(
     return found
 
 
-def _load(request: LoadRequest) -> Loaded:
+def run_load(request: LoadRequest) -> Loaded:
+    """Load a checkpoint. Every rank calls it and waits for all others, see :func:`shardstore.load`.
+
+    Args:
+        request: the arguments of this rank.
+
+    Raises:
+        ReplacedError: the checkpoint was replaced in the meantime, see :func:`was_replaced`.
+    """
     started, ranks, callback = perf_counter(), request.ranks, None
     location: Location
     try:
@@ -293,7 +293,7 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
     with ranks.meet(f"loading {location.url}", decide or (lambda _: None), _joined) as meeting:
         if request.error is not None:
             raise request.error
-        wanted = _split(state, ranks)
+        wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))
         if not wanted.found:
             kept = torch.Tensor | LocalNonpersistentObject
             values = dict_list_map_outplace(lambda v: None if isinstance(v, kept) else v, state)
@@ -320,11 +320,6 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         meter=meter,
     )
     return Opened(context, state, wanted, requested)
-
-
-def _split(state: ShardedStateDict, ranks: Ranks, keys: Container[str] | None = None) -> StateSplit:
-    """Split the state dict of a load; ``keys``: see :class:`StateSplit`."""
-    return StateSplit(state, loading=True, adopt=partial(claimed, ranks.members), keys=keys)
 
 
 def _requested(
@@ -440,7 +435,7 @@ def _adopted(request: LoadRequest, opened: Opened) -> Opened:
         if needs_adoption(wanted.others, wanted.found):
             stored = called(strategy.load_tensors_metadata, context)
             state = adopt(state, stored)
-            wanted = _split(state, ranks)
+            wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))
         shards = [shard for _, shard in wanted.shards]
         meeting.report = pickle.dumps(claims(shards))
     apply_claims(shards, pickle.loads(meeting.answer), ranks.rank)
@@ -506,7 +501,8 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
         kept, missing, unexpected = validation.compare_keys(items, request.mode, requested, stored)
         if kept is not items:
             keys = {item.key for item in kept.values()}
-            wanted = _split(opened.state, request.ranks, keys)
+            adopts = partial(claimed, request.ranks.members)
+            wanted = StateSplit(opened.state, loading=True, adopt=adopts, keys=keys)
             items = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     elif any(wanted.empty) and request.validate_access_integrity:
         held = called(for_tensors.load_tensors_metadata, context)

@@ -276,7 +276,7 @@ class SaveSession:
 
     def _written(self, item: ChunkWrite, record: ChunkRecord) -> None:
         self.manifest.add_chunk(item.array, item.index, record)
-        if self.meter.callback is not None:
+        if self.meter.is_watched:
             self.meter.count(item.array.chunk_bytes)
         if self.failure is not None:
             raise self.failure

@@ -198,7 +198,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
             if is_v2:
                 nodes = {array.node for array in plan.arrays}
                 session.attempt.announce(nodes, session.ranks.rank)
-            if session.meter.callback is not None:
+            if session.meter.is_watched:
                 written = plan.written(session.ranks.rank)
                 size_bytes = sum(array.chunk_bytes for array in written)
                 session.meter.enter("move", bytes_total=size_bytes, chunks_total=len(written))

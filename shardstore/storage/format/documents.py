@@ -13,7 +13,7 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -451,7 +451,7 @@ def parse_array(
     chunk_shape = document.chunk_grid.configuration.chunk_shape
     shared = bytes(document.codecs), bytes(document.chunk_key_encoding)
     try:
-        grid, codecs, separator, v2_keys = _layout(document.shape, chunk_shape, *shared)
+        layout = _layout(document.shape, chunk_shape, *shared)
         dtypes.check(document.data_type, url)
         try:
             own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
@@ -467,25 +467,31 @@ def parse_array(
     return ArrayMeta(
         own.key or names.key_of(node) or node,
         node,
-        grid,
+        layout.grid,
         document.data_type,
-        codecs,
-        separator=separator,
-        shard_shape=_shards(own.shard_shape, grid),
-        document=text if codecs is None else None,
-        crcs=_numbers(sums, grid.size) if isinstance(sums, str) else None,
-        sizes=_numbers(sizes, grid.size) if isinstance(sizes, str) else None,
-        v2_keys=v2_keys,
+        layout.codecs,
+        separator=layout.separator,
+        shard_shape=_shards(own.shard_shape, layout.grid),
+        document=text if layout.codecs is None else None,
+        crcs=_numbers(sums, layout.chunks) if isinstance(sums, str) else None,
+        sizes=_numbers(sizes, layout.chunks) if isinstance(sizes, str) else None,
+        v2_keys=layout.v2_keys,
         constant=constant or None,
     )
 
 
+class _Layout(NamedTuple):
+    """Attributes of :class:`ArrayMeta`, and the number of chunks."""
+
+    grid: Grid
+    chunks: int
+    codecs: tuple[str, ...] | None
+    separator: str
+    v2_keys: bool
+
+
 @lru_cache(maxsize=4096)  # a model has many arrays of few layouts
-def _layout(
-    shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes
-) -> tuple[Grid, tuple[str, ...] | None, str, bool]:
-    """Return the grid, :attr:`ArrayMeta.codecs`, the separator of chunk keys, and whether they are
-    those of Zarr v2."""
+def _layout(shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes) -> _Layout:
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
@@ -498,7 +504,8 @@ def _layout(
     little = (first.configuration or {}).get("endian", "little") == "little"
     chain = tuple(codec.name for codec in others)
     known = first.name == "bytes" and little and chain in _CHAINS and not v2_keys
-    return Grid(shape, chunk_shape), chain if known else None, separator, v2_keys
+    grid = Grid(shape, chunk_shape)
+    return _Layout(grid, grid.size, chain if known else None, separator, v2_keys)
 
 
 def _shards(shape: Shape | None, grid: Grid) -> Shape | None:
