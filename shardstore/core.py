@@ -93,7 +93,8 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
         document = json.loads(text)
     config = parse_config(document, url)
     has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
-    if not location.is_local and has_root and not stored.has_file("zarr.json"):
+    is_read = stored.documents.get("zarr.json") is not None
+    if has_root and not (is_read or location.is_local or stored.has_file("zarr.json")):
         # In an object store, a save that is running or dead may have written this document.
         return None
     return config

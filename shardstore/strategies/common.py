@@ -159,7 +159,7 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
                 continue
             stored.check_file(name, data)
             url = f"{stored.location.url}/{name}"
-            values[id(sharded)] = load_file(name, data, url, sharded.unique_key)
+            values[id(sharded)] = load_bytes(data, url, sharded.unique_key)
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
         )
