@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -79,9 +80,12 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
 
     If the root document has been read and names the backends, `metadata.json` is not requested.
     """
-    location = stored.location
-    if (config := _config_of_root(stored)) is not None:
-        return config
+    location, found = stored.location, None
+    if stored.documents.get("zarr.json") is not None and CONFIG_FNAME not in stored.documents:
+        with suppress(NotACheckpointError, FormatVersionError):
+            found = None if stored.root is None else stored.root.about.get("config")
+    if found is not None:
+        return parse_config(found, f"{location.url}/zarr.json")
     if (text := stored.document(CONFIG_FNAME)) is None:
         return None
     url = f"{location.url.rstrip('/')}/{CONFIG_FNAME}"
@@ -89,23 +93,11 @@ def stored_config(stored: StoredCheckpoint) -> CheckpointingConfig | None:
         document = json.loads(text)
     config = parse_config(document, url)
     has_root = config.sharded_backend == "zarr" and config.sharded_backend_version >= 2
-    if not location.is_local and has_root and not stored.has_file("zarr.json"):
+    is_read = stored.documents.get("zarr.json") is not None
+    if has_root and not (is_read or location.is_local or stored.has_file("zarr.json")):
         # In an object store, a save that is running or dead may have written this document.
         return None
     return config
-
-
-def _config_of_root(stored: StoredCheckpoint) -> CheckpointingConfig | None:
-    """Return the backends that the root document names; ``None`` if it was not read before or names
-    none."""
-    # A root document that does not exist is not damage here.
-    if stored.documents.get("zarr.json") is None or CONFIG_FNAME in stored.documents:
-        return None
-    try:
-        found = None if stored.root is None else stored.root.about.get("config")
-    except (NotACheckpointError, FormatVersionError):
-        return None
-    return None if found is None else parse_config(found, f"{stored.location.url}/zarr.json")
 
 
 def parse_config(document: object, url: str) -> CheckpointingConfig:

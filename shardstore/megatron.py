@@ -27,12 +27,7 @@ from shardstore import mapping, serialization
 from shardstore.core import DCP_BACKEND
 from shardstore.dict_utils import dict_list_map_outplace, merge
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import (
-    CONTENT_METADATA_KEY,
-    LoadContext,
-    find_strategies,
-    opened,
-)
+from shardstore.loading.context import CONTENT_METADATA_KEY, LoadContext, opened
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
 from shardstore.storage.format.names import COMMON_STATE_NAME
 from shardstore.strategies import fully_parallel
@@ -41,6 +36,7 @@ from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy,
 from shardstore.strategies.zarr import BACKEND as ZARR_BACKEND
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from shardstore.utils import extract_sharded_objects
+from shardstore.validation import verify_checkpoint_and_load_strategy
 
 ROOT = "megatron.core.dist_checkpointing"
 FORMATS = (ZARR_BACKEND, DCP_BACKEND)
@@ -291,7 +287,7 @@ class AnyFormatLoadStrategy(dcp_strategies.TorchDistLoadShardedStrategy):
         format."""
         with opened(checkpoint_dir) as context:
             context = replace(context, cast="warn")
-            sharded, common = find_strategies(context)
+            sharded, common = verify_checkpoint_and_load_strategy(context.stored)
             wanted: Any = sharded_state_dict
             if _is_old(context):
                 wanted = dict_list_map_outplace(partial(_renamed, NEW_PREFIX, OLD_PREFIX), wanted)
@@ -379,7 +375,9 @@ def _is_old(context: LoadContext) -> bool:
     """Return whether a checkpoint has optimizer states that the installed release cannot load."""
     if not _reads_no_old_states() or not context.stored.has_file(COMMON_STATE_NAME):
         return False
-    return _modernise(called(find_strategies(context)[1].load_common, context))
+    return _modernise(
+        called(verify_checkpoint_and_load_strategy(context.stored)[1].load_common, context)
+    )
 
 
 def modernise(common_state: StateDict) -> StateDict:

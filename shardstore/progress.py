@@ -116,22 +116,20 @@ class Meter:
         self._callback, self.is_watched = callback, callback is not None
         self._lock = threading.Lock()
         if self.is_watched:
-            self._tell()
-
-    def expect(self, size: int, chunks: int = 0) -> None:
-        """Add bytes and chunks to the totals, and enter the phase ``"move"``."""
-        self._tell("move", bytes_total=size, chunks_total=chunks)
-
-    def enter(self, phase: Phase) -> None:
-        """Begin another phase."""
-        self._tell(phase)
+            self.enter("begin")
 
     def count(self, size: int, chunks: int = 1) -> None:
         """Add bytes and chunks to those that are done; without a callback, do nothing."""
         if self.is_watched:
-            self._tell(bytes_done=size, chunks_done=chunks)
+            self.enter(None, bytes_done=size, chunks_done=chunks)
 
-    def _tell(self, phase: Phase | None = None, **more: int) -> None:
+    def enter(self, phase: Phase | None, **more: int) -> None:
+        """Begin another phase, and pass the event to the callback.
+
+        Args:
+            phase: the phase; ``None``: the current one.
+            **more: amounts that are added to fields of the event.
+        """
         with self._lock:
             now = self.now
             sums = {name: getattr(now, name) + n for name, n in more.items()}

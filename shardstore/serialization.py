@@ -17,9 +17,9 @@ import torch
 from shardstore.dict_utils import shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import CONTENT_METADATA_KEY, find_strategies, opened
+from shardstore.loading.context import CONTENT_METADATA_KEY, opened
 from shardstore.loading.plan import part_of
-from shardstore.loading.run import LoadRequest, run_load
+from shardstore.loading.run import LoadRequest, run_load, was_replaced
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import SaveRequest, run_save
@@ -45,7 +45,12 @@ from shardstore.strategies.base import (
     get_default_strategy,
 )
 from shardstore.validation import CkptShardedMetadata as CkptShardedMetadata
-from shardstore.validation import StrictHandling, strategy_of, validate_sharded_objects_handling
+from shardstore.validation import (
+    StrictHandling,
+    strategy_of,
+    validate_sharded_objects_handling,
+    verify_checkpoint_and_load_strategy,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -300,7 +305,7 @@ def load(
         validate_access_integrity=validate_access_integrity,
         strict=strict,
         verify_integrity=verify_integrity,
-        process_group=process_group,
+        ranks=Ranks.of(process_group),
         storage_options=storage_options,
         map_location=map_location,
         replica_group=replica_group,
@@ -310,6 +315,11 @@ def load(
         progress=progress,
         stored_metadata=load_sharded_metadata,  # looked up now, because programs replace it
     )
+    try:
+        return run_load(request)
+    except Exception as problem:
+        if not was_replaced(request.ranks, problem):
+            raise
     return run_load(request)
 
 
@@ -394,7 +404,7 @@ def load_common_state_dict(
         NotACheckpointError, DamagedCheckpointError, UnsafeObjectError: as :func:`load`.
     """
     with opened(checkpoint_dir, storage_options) as context:
-        _, strategy = find_strategies(context)
+        _, strategy = verify_checkpoint_and_load_strategy(context.stored)
         return cast(StateDict, shaped_like({}, called(strategy.load_common, context)))
 
 
@@ -442,7 +452,7 @@ def load_tensors_metadata(
         NotACheckpointError, FormatVersionError, DamagedCheckpointError: as :func:`load`.
     """
     with opened(checkpoint_dir, storage_options) as context:
-        strategy, _ = find_strategies(context, sharded_strategy)
+        strategy, _ = verify_checkpoint_and_load_strategy(context.stored, sharded_strategy)
         return called(strategy.load_tensors_metadata, context)
 
 
@@ -455,7 +465,9 @@ def load_sharded_metadata(
 ) -> CkptShardedMetadata:
     """Do what :func:`load_tensors_metadata` does, and add sharded objects by their unique keys."""
     with opened(checkpoint_dir, storage_options) as context:
-        sharded, common = find_strategies(context, sharded_strategy, common_strategy)
+        sharded, common = verify_checkpoint_and_load_strategy(
+            context.stored, sharded_strategy, common_strategy
+        )
         metadata = dict(called(sharded.load_sharded_metadata, context))
         if not sharded.can_handle_sharded_objects:
             validate_sharded_objects_handling(sharded, common)
@@ -479,7 +491,7 @@ def remove_sharded_tensors(
     if not isinstance(key_prefix, str):
         raise ArgumentError(f"key_prefix={key_prefix!r:.100} must be a string")
     with opened(checkpoint_dir, storage_options) as context:
-        strategy, _ = find_strategies(context)
+        strategy, _ = verify_checkpoint_and_load_strategy(context.stored)
     location = context.stored.location
     if has_hashes := location.exists(INTEGRITY_NAME):
         check_integrity(location)
@@ -491,4 +503,4 @@ def remove_sharded_tensors(
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
     """Return the strategy that loads the tensors of a checkpoint."""
     with opened(checkpoint_dir) as context:
-        return find_strategies(context)[0]
+        return verify_checkpoint_and_load_strategy(context.stored)[0]

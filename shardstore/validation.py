@@ -12,10 +12,11 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from shardstore import dict_utils, errors, mapping
-from shardstore.core import CheckpointingConfig, maybe_load_config
+from shardstore.core import CheckpointingConfig, maybe_load_config, stored_config
 from shardstore.coverage import check_reports, report_shards
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import gathered
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
 from shardstore.storage.format.names import CONFIG_NAME
@@ -301,22 +302,19 @@ def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
 
 
 def verify_checkpoint_and_load_strategy(
-    checkpoint_dir: str | Path,
+    checkpoint_dir: str | Path | StoredCheckpoint,
     sharded_strategy: base.LoadShardedStrategy | tuple[str, int] | None = None,
     common_strategy: base.LoadCommonStrategy | tuple[str, int] | None = None,
-    *,
-    config: CheckpointingConfig | None = None,
 ) -> tuple[base.LoadShardedStrategy, base.LoadCommonStrategy]:
     """Check that there is a checkpoint, and return the strategies that read it.
 
     Any rank may call it; it waits for no other.
 
     Args:
-        checkpoint_dir: folder or URL of the checkpoint.
+        checkpoint_dir: folder or URL of the checkpoint, or the opened checkpoint.
         sharded_strategy: a strategy, the ``(backend, version)`` of a registered one, or None for
             the strategy of the checkpoint's backend.
         common_strategy: the same for the common values.
-        config: the backends of the checkpoint; default: read from the checkpoint.
 
     Returns:
         The sharded and the common strategy.
@@ -325,7 +323,12 @@ def verify_checkpoint_and_load_strategy(
         NotACheckpointError: there is no checkpoint.
         CheckpointingException: a strategy cannot read this checkpoint.
     """
-    config, url = config or verify_checkpoint(checkpoint_dir), str(checkpoint_dir)
+    stored = checkpoint_dir
+    if not isinstance(stored, StoredCheckpoint):
+        stored = StoredCheckpoint(Location.of(stored))
+    url = stored.location.url
+    if (config := stored_config(stored)) is None:
+        config = verify_checkpoint(stored.location.place)  # raises the error
     sharded = config.sharded_backend, config.sharded_backend_version
     common = config.common_backend, config.common_backend_version
     found: list[Any] = []

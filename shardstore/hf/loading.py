@@ -37,7 +37,7 @@ from shardstore.loading.plan import (
     with_destinations,
 )
 from shardstore.loading.read import read_chunks
-from shardstore.loading.replicas import ReadGroup, groups_reading_alone
+from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.loading.run import LoadRequest
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import StateSplit, check_state
@@ -122,7 +122,7 @@ def load(
         StorageError: the store failed.
         RanksError: another rank failed, or did not answer in time.
     """
-    started = perf_counter()
+    started, ranks = perf_counter(), Ranks.of(process_group)
     call = _Call(
         sharded_state_dict=state_dict,
         checkpoint_dir=place,
@@ -132,7 +132,7 @@ def load(
         names=names,
         rules=rules,
         dequantize=dequantize,
-        process_group=process_group,
+        ranks=ranks,
         storage_options=storage_options,
         map_location=map_location,
         replica_group=replica_group,
@@ -140,7 +140,7 @@ def load(
         exchange_budget_bytes=exchange_budget_bytes,
         progress=progress,
     )
-    ranks, url = Ranks.of(process_group), shown_url(place)
+    url = shown_url(place)
     callback = callback_of(progress, shows=ranks.is_coordinator)
     with metered("load", url, callback) as meter, collector_paused():
         found = _Loading(call, ranks, f"loading {url}").run(meter)
@@ -152,7 +152,7 @@ def load(
     return found if StrictHandling.requires_returning_mismatch_keys(call.mode) else found[0]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Call(LoadRequest):
     """The arguments of :func:`load` on one rank."""
 
@@ -247,8 +247,10 @@ class _Loading:
     def _prepare(self) -> _Asked:
         """Check the arguments, and describe every tensor of the state dict."""
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
-        group = self.call.checked_group(location)
+        if self.call.error is not None:
+            raise self.call.error
         self.call.check()
+        group = read_group(self.call.replica_group, self.call.share_replicas, location)
         state = self.call.sharded_state_dict
         check_state(state)
         everything = {dict_utils.dotted(path) for path, _ in dict_utils.leaves(state)}
@@ -377,7 +379,7 @@ class _Loading:
             read_chunks(context, _part(plan, scaled=False))
         finally:  # the other ranks wait for pieces
             if blocks:
-                meter.expect(sum(region.out.nbytes for region in shared), 0)
+                meter.enter("move", bytes_total=sum(region.out.nbytes for region in shared))
                 sharing.read_shared(self.ranks, blocks, shared, files.read_range, meter.count)
         if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
             read_chunks(context, _part(plan, scaled=True))

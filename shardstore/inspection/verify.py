@@ -215,7 +215,8 @@ class _Verification:
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
         size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)
-        self.meter.expect(size, sum(meta.grid.size for meta in wanted))
+        count = sum(meta.grid.size for meta in wanted)
+        self.meter.enter("move", bytes_total=size, chunks_total=count)
         in_packs: dict[str, list[tuple[ArrayMeta, int, Place]]] = defaultdict(list)
         for array in wanted:
             if unread := codec_error(self.location, array):
@@ -500,8 +501,9 @@ class _Verification:
             return  # other programs may use other names for chunks
         count = 0 if array.constant is not None else array.grid.size
         indices = map(array.grid.index_at, range(count))
+        chunks = {array.chunk_name(index).removeprefix(f"{array.node}/") for index in indices}
         own = (array.document_name, ".zattrs", ".zarray")
-        for name in sorted(names.difference(map(array.chunk_key, indices), own)):
+        for name in sorted(names.difference(chunks, own)):
             if array.constant is not None and name.startswith("c"):
                 text = f"PATH is beside the constant {array.key!r}, and zarr reads it: remove it"
                 self._report("chunk-extra", f"{array.node}/{name}", text, key=array.key)

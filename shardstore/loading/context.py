@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from shardstore.core import stored_config
 from shardstore.distributed.groups import Group, raise_together
+from shardstore.errors import CheckpointingException
 from shardstore.progress import Meter
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.documents import root_without_arrays
+from shardstore.storage.commit.inventory import check_integrity
+from shardstore.storage.format.documents import RootDocument
 from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, running
-from shardstore.validation import verify_checkpoint_and_load_strategy
+from shardstore.strategies.base import running
 
 CONTENT_METADATA_KEY = "content_metadata"
 START_BYTES = 1024 * 1024
@@ -76,8 +76,10 @@ def context_of(place: str | Path | Location | LoadContext) -> LoadContext:
     return replace(current, stored=StoredCheckpoint(location))
 
 
-def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes | None]:
-    """Read small documents.
+def read_documents(
+    location: Location, names: Sequence[str], *, verify_integrity: bool = False
+) -> StoredCheckpoint:
+    """Open a checkpoint, and read small documents of it.
 
     From an object store, the first :data:`START_BYTES` of all documents are requested at once. A
     document that the root document does not confirm is read again after it, because it is
@@ -87,36 +89,47 @@ def read_documents(location: Location, names: Sequence[str]) -> dict[str, bytes 
         location: the checkpoint.
         names: names of the documents. The first is the root document, which has the checksums and
             sizes of the others, and the content of ``metadata.json``.
+        verify_integrity: first compare each file with ``integrity.json``.
 
     Returns:
-        Name -> content, ``None`` if there is no such document.
+        The checkpoint with these documents.
 
     Raises:
         DamagedCheckpointError: a document is larger than the commit says.
         ReplacedError: the checkpoint was replaced during the read.
         StorageError: the store failed.
     """
-    root, found = names[0], location.read_ahead(names, START_BYTES)
-    if root not in found or len(found[root] or b"") == START_BYTES:
-        found.update(zip([root], location.read_many([root]), strict=True))
-    commit = root_without_arrays(found[root] or b"")
+    if verify_integrity:
+        check_integrity(location)
+    root, ahead = names[0], location.read_ahead(names, START_BYTES)
+    stored, commit = StoredCheckpoint(location), None
+    if root in ahead and len(ahead[root] or b"") < START_BYTES:
+        stored.documents[root] = ahead[root]
+    if stored.document(root) is not None:
+        with suppress(CheckpointingException):  # raised by what needs the root document
+            commit = stored.root
+    known = {} if commit is None else commit.file_bytes
+    for name in names[1:]:
+        if commit is not None and name in ahead and _is_confirmed(commit, name, ahead[name]):
+            stored.documents[name] = ahead[name]
+    others = [name for name in names if name not in stored.documents]
+    with stored.unless_replaced():
+        texts = location.read_many(others, [known.get(name) for name in others])
+    stored.documents.update(zip(others, texts, strict=True))
+    return stored
+
+
+def _is_confirmed(commit: RootDocument, name: str, start: bytes | None) -> bool:
+    """Return whether the start of a document is the whole document that a commit names."""
     config, sums = commit.about.get("config"), commit.file_sums
-
-    def is_confirmed(name: str) -> bool:
-        start = found.get(name)
-        if config is None or name not in found:
-            return False
-        if start is None:  # older root documents name no files
-            return name != CONFIG_NAME and bool(sums) and name not in sums
-        if name == CONFIG_NAME:
-            with suppress(ValueError, RecursionError):
-                return bool(json.loads(start) == config)
-        return name in sums and crc32c(start, 0) == sums[name]
-
-    others = [name for name in names[1:] if not is_confirmed(name)]
-    with StoredCheckpoint(location, documents={root: found[root]}).unless_replaced():
-        texts = location.read_many(others, [commit.file_bytes.get(name) for name in others])
-    return {**found, **dict(zip(others, texts, strict=True))}
+    if config is None:
+        return False
+    if start is None:  # older root documents name no files
+        return name != CONFIG_NAME and bool(sums) and name not in sums
+    if name == CONFIG_NAME:
+        with suppress(ValueError, RecursionError):
+            return bool(json.loads(start) == config)
+    return name in sums and crc32c(start, 0) == sums[name]
 
 
 @contextmanager
@@ -141,20 +154,3 @@ def opened(
         context = replace(context, stored=StoredCheckpoint(location, documents=documents))
     with context.stored.unless_replaced():
         yield context
-
-
-def find_strategies(
-    context: LoadContext,
-    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
-    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
-) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return the strategies that read a checkpoint.
-
-    Raises the errors of :func:`shardstore.validation.verify_checkpoint_and_load_strategy`.
-    """
-    return verify_checkpoint_and_load_strategy(
-        context.stored.location.place,
-        sharded_strategy,
-        common_strategy,
-        config=stored_config(context.stored),
-    )

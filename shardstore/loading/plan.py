@@ -201,11 +201,12 @@ def _find_array(
         raise missing_key(tensor.key, arrays, url, more)
     if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
         require_cast(tensor.key, dtypes.torch_dtype(meta.dtype), tensor.dtype, url, cast)
-    if meta.shape != tensor.global_shape and not (
-        tensor.allow_shape_mismatch and len(meta.shape) == len(tensor.global_shape)
+    stored = meta.grid.shape
+    if stored != tensor.global_shape and not (
+        tensor.allow_shape_mismatch and len(stored) == len(tensor.global_shape)
     ):
         raise errors.ShapeMismatchError(
-            f"Global shape mismatch for key {tensor.key!r}: stored {meta.shape}, expected "
+            f"Global shape mismatch for key {tensor.key!r}: stored {stored}, expected "
             f"{tensor.global_shape} ({url}); build the model with the stored shape, or set "
             "allow_shape_mismatch=True to cut or zero-pad",
             key=tensor.key,
@@ -264,7 +265,8 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
     read = _destination(tensor)
     if tied:
         read.target, read.tied = _on_host(tensor), tied
-    read.is_padded = meta.shape != tensor.global_shape and not is_within(box, meta.shape)
+    stored_shape = meta.grid.shape
+    read.is_padded = stored_shape != tensor.global_shape and not is_within(box, stored_shape)
     name = dtypes.zarr_name(tensor.dtype)
     target = read.target
     through_host = name != meta.dtype or goes_through_host(target)
@@ -274,7 +276,7 @@ def _plan_read(tensor: ShardedTensor, meta: ArrayMeta, *, tied: str = "") -> Ten
         if not read.is_padded:
             if 0 not in region.shape:
                 read.regions.append(kind(meta, region, where))
-        elif (stored := stored_part(meta.shape, region, where)) is not None:
+        elif (stored := stored_part(stored_shape, region, where)) is not None:
             read.regions.append(kind(meta, *stored))
     return read
 

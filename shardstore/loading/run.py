@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import adopt, needs_adoption
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims, is_claimed
-from shardstore.loading.context import LoadContext, find_strategies, read_documents
+from shardstore.loading.context import LoadContext, read_documents
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
@@ -42,7 +42,6 @@ from shardstore.mapping import (
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
-from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.runtime.collector import collector_paused
@@ -66,25 +65,29 @@ SHOWN = 3
 """Number of errors or findings that a text names."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class LoadRequest:
     """The arguments of :func:`shardstore.load` on one rank.
 
     Attributes:
+        ranks: the ranks that load together.
         stored_metadata: returns the entries of the checkpoint, if keys are compared.
+        mode: the mode for keys that do not match.
+        device: device of new tensors; ``None``: the host.
+        error: the error in the arguments, if there is one; every rank raises it.
 
     :func:`shardstore.load` describes all others.
     """
 
     sharded_state_dict: ShardedStateDict
     checkpoint_dir: str | Path
+    ranks: Ranks
     stored_metadata: StoredMetadata
     sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None
     common_strategy: LoadCommonStrategy | tuple[str, int] | None = None
     validate_access_integrity: bool = True
     strict: str | validation.StrictHandling = validation.StrictHandling.ASSUME_OK_UNEXPECTED
     verify_integrity: bool = False
-    process_group: Any = None
     storage_options: Mapping[str, Any] | None = None
     map_location: str | torch.device | None = None
     replica_group: Any = None
@@ -92,97 +95,66 @@ class LoadRequest:
     exchange_budget_bytes: int = DEFAULT_BUDGET_BYTES
     cast: bool | Literal["warn"] = False
     progress: ProgressCallback | Literal["bar"] | None = None
+    mode: validation.StrictHandling = field(init=False)
+    device: torch.device | None = field(init=False, default=None)
+    error: errors.ArgumentError | None = field(init=False, default=None)
 
-    @property
-    def mode(self) -> validation.StrictHandling:
-        """The mode for keys that do not match."""
-        return validation.parse_strict_flag(self.strict)
+    def __post_init__(self) -> None:
+        try:
+            self.mode = validation.parse_strict_flag(self.strict)
+            require_bool("validate_access_integrity", self.validate_access_integrity)
+            require_bool("verify_integrity", self.verify_integrity)
+            require_number("exchange_budget_bytes", self.exchange_budget_bytes)
+            if self.cast not in (True, False, "warn"):
+                raise errors.ArgumentError(
+                    f"cast={self.cast!r:.100} must be True, False or 'warn'; the state dict names "
+                    "the data types"
+                )
+            if self.share_replicas not in SHARES:
+                raise errors.ArgumentError(
+                    f"share_replicas={self.share_replicas!r} must be 'auto', 'always' or 'never'"
+                )
+            if self.map_location is not None:
+                self.device = _device(self.map_location)
+            if self.replica_group is not None:
+                require_group("replica_group", self.replica_group)
+        except errors.ArgumentError as error:
+            self.error = error
 
     @property
     def compares_all(self) -> bool:
         """Whether the stored keys are compared with the keys of all ranks together."""
         return validation.StrictHandling.requires_global_app_metadata(self.mode)
 
-    @property
-    def device(self) -> torch.device | None:
-        """Device of new tensors; ``None``: the host."""
-        try:
-            device = None if self.map_location is None else torch.device(self.map_location)
-        except (RuntimeError, TypeError) as error:
-            raise errors.ArgumentError(
-                f"map_location={self.map_location!r:.100} must be a device, as in 'cpu' or "
-                "'cuda:0', or None; without one, new tensors are in host memory"
-            ) from error
-        if device is not None and device.type == "meta":
-            raise errors.ArgumentError(
-                f"map_location={self.map_location!r} is a device without memory; "
-                "load_tensors_metadata() returns keys, shapes and data types without loading"
-            )
-        return device
 
-    def checked_group(self, location: Location) -> ReadGroup | None:
-        """Check the arguments, and return this rank's report about its group."""
-        require_bool("validate_access_integrity", self.validate_access_integrity)
-        require_bool("verify_integrity", self.verify_integrity)
-        require_number("exchange_budget_bytes", self.exchange_budget_bytes)
-        if self.cast not in (True, False, "warn"):
-            raise errors.ArgumentError(
-                f"cast={self.cast!r:.100} must be True, False or 'warn'; the state dict names the "
-                "data types"
-            )
-        if self.share_replicas not in SHARES:
-            raise errors.ArgumentError(
-                f"share_replicas={self.share_replicas!r} must be 'auto', 'always' or 'never'"
-            )
-        _ = self.mode, self.map_location is None or self.device  # they raise errors
-        if self.replica_group is None:
-            return None
-        require_group("replica_group", self.replica_group)
-        return read_group(self.replica_group, self.share_replicas, location)
-
-
-class Wanted(StateSplit):
-    """What one rank asks for.
-
-    Attributes:
-        state: the state dict, with DTensors and plain tensors as sharded ones if they were adopted.
-        items: the tensors and objects to load.
-        group: this rank's report about its group.
-    """
-
-    group: ReadGroup | None = None
-
-    def __init__(
-        self, state: ShardedStateDict, ranks: Ranks, keys: Container[str] | None = None
-    ) -> None:
-        super().__init__(state, loading=True, adopt=partial(claimed, ranks.members), keys=keys)
-        self.state = state
-        self.items = [shard for _, shard in self.shards]
-
-    @property
-    def needs_stored(self) -> bool:
-        """Whether it depends on the stored arrays, or on the claims of other ranks."""
-        return needs_adoption(self.others, self.found) or any(map(is_claimed, self.items))
-
-
-def run_load(request: LoadRequest) -> Loaded:
-    """Load a checkpoint. Every rank calls it and waits for all others, see :func:`shardstore.load`.
-    If the checkpoint was replaced in the meantime, load once more.
-
-    Args:
-        request: the arguments of this rank.
-    """
-    ranks = Ranks.of(request.process_group)
+def _device(map_location: str | torch.device) -> torch.device:
+    """Return the device of new tensors. Raise :class:`ArgumentError` if there is no such device, or
+    it has no memory."""
     try:
-        return _load(request, ranks)
-    except Exception as problem:
-        replaced: list[str] = []
-        with suppress(Exception):  # a rank was lost
-            replaced = [] if ranks.is_broken else causes(ranks, problem, (ReplacedError,), what="")
-        if not replaced:
-            raise
+        device = torch.device(map_location)
+    except (RuntimeError, TypeError) as error:
+        raise errors.ArgumentError(
+            f"map_location={map_location!r:.100} must be a device, as in 'cpu' or 'cuda:0', or "
+            "None; without one, new tensors are in host memory"
+        ) from error
+    if device.type == "meta":
+        raise errors.ArgumentError(
+            f"map_location={map_location!r} is a device without memory; "
+            "load_tensors_metadata() returns keys, shapes and data types without loading"
+        )
+    return device
+
+
+def was_replaced(ranks: Ranks, problem: Exception) -> bool:
+    """Return whether a load failed because the checkpoint was replaced in the meantime, so that
+    another load may succeed, and log it. Every rank calls it with its own error, and waits for all
+    others."""
+    texts: list[str] = []
+    with suppress(Exception):  # a rank was lost
+        texts = [] if ranks.is_broken else causes(ranks, problem, (ReplacedError,), what="")
+    if texts:
         logger.warning("%s; loading what is there now", problem)
-    return _load(request, ranks)
+    return bool(texts)
 
 
 def causes(
@@ -213,24 +185,33 @@ def causes(
     return found
 
 
-def _load(request: LoadRequest, ranks: Ranks) -> Loaded:
-    started, callback, error = perf_counter(), None, None
+def run_load(request: LoadRequest) -> Loaded:
+    """Load a checkpoint. Every rank calls it and waits for all others, see :func:`shardstore.load`.
+
+    Args:
+        request: the arguments of this rank.
+
+    Raises:
+        ReplacedError: the checkpoint was replaced in the meantime, see :func:`was_replaced`.
+    """
+    started, ranks, callback = perf_counter(), request.ranks, None
     location: Location
     try:
         location = Location.of(request.checkpoint_dir, request.storage_options)
         if request.progress is not None:
             callback = callback_of(request.progress, shows=ranks.is_coordinator)
     except errors.ArgumentError as problem:  # every rank raises it
-        location, error = LocalFolder(shown(request.checkpoint_dir)), problem
+        location = LocalFolder(shown(request.checkpoint_dir))
+        request.error = request.error or problem
     what = f"loading {location.url}"
     with metered("load", location.url, callback) as meter, collector_paused():
-        opened = open_checkpoint(request, ranks, location, meter, error)
+        opened = open_checkpoint(request, location, meter)
         context = opened.context
         try:
             if opened.requested is None:
-                opened = _adopted(request, ranks, opened)
+                opened = _adopted(request, opened)
             with ranks.meet(what), context.stored.unless_replaced():
-                matched = match_keys(request, ranks, opened)
+                matched = match_keys(request, opened)
             with ranks.meet(what), context.stored.unless_replaced():
                 loaded = read_matched(context, matched)
         except errors.CheckpointingException as problem:
@@ -270,13 +251,15 @@ class Opened(NamedTuple):
 
     Attributes:
         context: the context of the load.
-        wanted: what this rank asks for.
+        state: the state dict, with DTensors and plain tensors as sharded ones if they were adopted.
+        wanted: its parts.
         requested: the keys of all ranks, if a rank compares them with the stored keys; ``None`` if
             a rank needs the stored keys first.
     """
 
     context: LoadContext
-    wanted: Wanted
+    state: ShardedStateDict
+    wanted: StateSplit
     requested: set[str] | None
 
 
@@ -296,81 +279,60 @@ class _Answer(NamedTuple):
     reading_alone: frozenset[Members] = frozenset()
 
 
-def open_checkpoint(
-    request: LoadRequest,
-    ranks: Ranks,
-    location: Location,
-    meter: Meter,
-    error: errors.ArgumentError | None,
-) -> Opened:
+def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> Opened:
     """Let one rank read the documents of the checkpoint for all, and check what all ranks want.
     Every rank calls it and waits for all others.
 
     Args:
         request: the arguments of this rank.
-        ranks: the ranks of the load.
         location: the checkpoint.
         meter: counts the read bytes.
-        error: an error in the arguments of this rank; every rank raises it.
     """
-    if ranks.world_size > 1:
-        decide = partial(_decide, request, ranks, location)
-        with ranks.meet(f"loading {location.url}", decide, _joined) as meeting:
-            if error is not None:
-                raise error
-            wanted = _wanted(request, ranks, location)
-            meeting.report = pickle.dumps(_report(request, wanted))
-        answer: _Answer = pickle.loads(meeting.answer)
+    ranks, state, group = request.ranks, request.sharded_state_dict, None
+    decide = None if ranks.world_size == 1 else partial(_decide, request, location)
+    with ranks.meet(f"loading {location.url}", decide or (lambda _: None), _joined) as meeting:
+        if request.error is not None:
+            raise request.error
+        wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))
+        if not wanted.found:
+            kept = torch.Tensor | LocalNonpersistentObject
+            values = dict_list_map_outplace(lambda v: None if isinstance(v, kept) else v, state)
+            require_loadable(values, "the value")
+        if request.replica_group is not None:
+            group = read_group(request.replica_group, request.share_replicas, location)
+        if decide is not None:
+            meeting.report = pickle.dumps(_report(request, wanted, group))
+    if decide is None:
+        stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
+        requested = _requested(request, wanted, stored)
     else:
-        if error is not None:
-            raise error
-        wanted = _wanted(request, ranks, location)
-        documents = _documents(request, location)
-        answer = _Answer(location.url, documents, _requested(request, wanted, documents))
-    group = wanted.group
-    shares = group is not None and group.shares and group.members not in answer.reading_alone
-    # A rank with another place than the coordinator's reads its documents itself.
-    documents = answer.documents if answer.url == location.url else {}
+        answer: _Answer = pickle.loads(meeting.answer)
+        # A rank with another place than the coordinator's reads its documents itself.
+        documents = answer.documents if answer.url == location.url else {}
+        stored, requested = StoredCheckpoint(location, documents=documents), answer.requested
+        if group is not None and group.members in answer.reading_alone:
+            group = None
     context = LoadContext(
-        stored=StoredCheckpoint(location, documents=documents),
+        stored=stored,
         cast=request.cast,
         budget_bytes=request.exchange_budget_bytes,
-        group=request.replica_group if shares else None,
+        group=request.replica_group if group is not None and group.shares else None,
         meter=meter,
     )
-    return Opened(context, wanted, answer.requested)
-
-
-def _wanted(request: LoadRequest, ranks: Ranks, location: Location) -> Wanted:
-    """Check the arguments, and split the state dict."""
-    wanted = Wanted(request.sharded_state_dict, ranks)
-    if not wanted.found:
-        kept = torch.Tensor | LocalNonpersistentObject
-        values = dict_list_map_outplace(
-            lambda v: None if isinstance(v, kept) else v, request.sharded_state_dict
-        )
-        require_loadable(values, "the value")
-    wanted.group = request.checked_group(location)
-    return wanted
-
-
-def _documents(request: LoadRequest, location: Location) -> dict[str, bytes | None]:
-    """Read the documents that every rank needs."""
-    if request.verify_integrity:
-        check_integrity(location)
-    return read_documents(location, DOCUMENTS)
+    return Opened(context, state, wanted, requested)
 
 
 def _requested(
-    request: LoadRequest, wanted: Wanted, documents: Mapping[str, bytes | None]
+    request: LoadRequest, wanted: StateSplit, stored: StoredCheckpoint
 ) -> set[str] | None:
     """Do for one rank alone what :func:`_decide` does: check its shards, and return their keys."""
-    if wanted.needs_stored:
+    if needs_adoption(wanted.others, wanted.found):
         return None
-    is_checked = request.validate_access_integrity and documents[CONFIG_FNAME] is not None
-    if is_checked and not coverage.are_whole(wanted.items):
-        coverage.check_reports([coverage.report_shards(wanted.items)], range(1))
-    return {item.key for item in wanted.items}
+    shards = [shard for _, shard in wanted.shards]
+    is_checked = request.validate_access_integrity and stored.documents[CONFIG_FNAME] is not None
+    if is_checked and not coverage.are_whole(shards):
+        coverage.check_reports([coverage.report_shards(shards)], range(1))
+    return {shard.key for shard in shards}
 
 
 # -- the agreement of several ranks ----------------------------------------------------------------
@@ -391,14 +353,23 @@ class _Report(NamedTuple):
     groups: Sequence[ReadGroup | None] = ()
 
 
-def _report(request: LoadRequest, wanted: Wanted, *, is_final: bool = False) -> _Report:
+def _report(
+    request: LoadRequest,
+    wanted: StateSplit,
+    group: ReadGroup | None = None,
+    *,
+    is_final: bool = False,
+) -> _Report:
     """Return this rank's report."""
     compared = request.validate_access_integrity or request.compares_all
     has_empty = compared and any(wanted.empty)
-    groups = () if is_final else (wanted.group,)
-    if wanted.needs_stored and not is_final:
+    groups = () if is_final else (group,)
+    shards = [shard for _, shard in wanted.shards]
+    if not is_final and (
+        needs_adoption(wanted.others, wanted.found) or any(map(is_claimed, shards))
+    ):
         return _Report(None, has_empty, groups)
-    return _Report(coverage.report_shards(wanted.items if compared else ()), has_empty, groups)
+    return _Report(coverage.report_shards(shards if compared else ()), has_empty, groups)
 
 
 def _joined(reports: Sequence[bytes]) -> bytes:
@@ -413,26 +384,25 @@ def _joined(reports: Sequence[bytes]) -> bytes:
     return pickle.dumps(joined)
 
 
-def _decide(
-    request: LoadRequest, ranks: Ranks, location: Location, reports: Sequence[bytes]
-) -> bytes:
+def _decide(request: LoadRequest, location: Location, reports: Sequence[bytes]) -> bytes:
     """Read the documents for all ranks, and check their requests. The coordinator calls it.
 
     Returns:
         The :class:`_Answer`, pickled.
     """
+    ranks = request.ranks
     parsed: list[_Report] = [pickle.loads(one) for one in reports]
     groups = (one for report in parsed for one in report.groups)
     alone = groups_reading_alone(dict(zip(ranks.members, groups, strict=True)), location.url)
-    documents = _documents(request, location)
+    stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
     requested: set[str] | None = None
     if all(report.shards is not None for report in parsed):
-        has_config = documents[CONFIG_FNAME] is not None
-        requested = _checked(request, ranks, parsed) if has_config else set()
-    return pickle.dumps(_Answer(location.url, documents, requested, alone))
+        has_config = stored.documents[CONFIG_FNAME] is not None
+        requested = _checked(request, parsed) if has_config else set()
+    return pickle.dumps(_Answer(location.url, stored.documents, requested, alone))
 
 
-def _checked(request: LoadRequest, ranks: Ranks, reports: Sequence[_Report]) -> set[str]:
+def _checked(request: LoadRequest, reports: Sequence[_Report]) -> set[str]:
     """Check that the main replicas of all ranks cover each tensor once.
 
     Returns:
@@ -440,15 +410,15 @@ def _checked(request: LoadRequest, ranks: Ranks, reports: Sequence[_Report]) -> 
     """
     shards = [report.shards for report in reports if report.shards is not None]
     if request.validate_access_integrity:
-        coverage.check_reports(shards, ranks.members)
+        coverage.check_reports(shards, request.ranks.members)
     compares = request.compares_all or any(report.has_empty for report in reports)
     return coverage.keys_of(shards) if compares else set()
 
 
-def _adopted(request: LoadRequest, ranks: Ranks, opened: Opened) -> Opened:
+def _adopted(request: LoadRequest, opened: Opened) -> Opened:
     """Find the stored arrays of plain tensors and DTensors on every rank, and check the shards of
     all ranks."""
-    context, wanted = opened.context, opened.wanted
+    ranks, (context, state, wanted, _) = request.ranks, opened
     what = f"loading {context.stored.location.url}"
 
     def owners(reports: list[bytes]) -> bytes:
@@ -456,18 +426,22 @@ def _adopted(request: LoadRequest, ranks: Ranks, opened: Opened) -> Opened:
         return pickle.dumps(decide_claims(dict(zip(ranks.members, claimed_by, strict=True))))
 
     def checked(reports: list[bytes]) -> bytes:
-        return pickle.dumps(_checked(request, ranks, [pickle.loads(one) for one in reports]))
+        return pickle.dumps(_checked(request, [pickle.loads(one) for one in reports]))
 
     with ranks.meet(what, owners) as meeting, context.stored.unless_replaced():
-        strategy, _ = find_strategies(context, request.sharded_strategy)
+        strategy, _ = validation.verify_checkpoint_and_load_strategy(
+            context.stored, request.sharded_strategy
+        )
         if needs_adoption(wanted.others, wanted.found):
             stored = called(strategy.load_tensors_metadata, context)
-            wanted = Wanted(adopt(request.sharded_state_dict, stored), ranks)
-        meeting.report = pickle.dumps(claims(wanted.items))
-    apply_claims(wanted.items, pickle.loads(meeting.answer), ranks.rank)
+            state = adopt(state, stored)
+            wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))
+        shards = [shard for _, shard in wanted.shards]
+        meeting.report = pickle.dumps(claims(shards))
+    apply_claims(shards, pickle.loads(meeting.answer), ranks.rank)
     with ranks.meet(what, checked, _joined) as meeting:
         meeting.report = pickle.dumps(_report(request, wanted, is_final=True))
-    return Opened(context, wanted, pickle.loads(meeting.answer))
+    return Opened(context, state, wanted, pickle.loads(meeting.answer))
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
@@ -500,7 +474,7 @@ class Matched(NamedTuple):
         missing, unexpected: the keys that do not match.
     """
 
-    wanted: Wanted
+    wanted: StateSplit
     items: ShardedStateDict
     common: StateDict
     for_tensors: LoadShardedStrategy
@@ -509,32 +483,32 @@ class Matched(NamedTuple):
     unexpected: set[str]
 
 
-def match_keys(request: LoadRequest, ranks: Ranks, opened: Opened) -> Matched:
+def match_keys(request: LoadRequest, opened: Opened) -> Matched:
     """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
     mode of ``strict``."""
     context, wanted, requested = opened.context, opened.wanted, opened.requested or set()
-    mode, device = request.mode, None if request.map_location is None else request.device
-    for_tensors, for_common = find_strategies(
-        context, request.sharded_strategy, request.common_strategy
+    for_tensors, for_common = validation.verify_checkpoint_and_load_strategy(
+        context.stored, request.sharded_strategy, request.common_strategy
     )
     common = called(for_common.load_common, context)
-    items: ShardedStateDict = {str(number): item for number, item in enumerate(wanted.items)}
+    items: ShardedStateDict = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     missing, unexpected = set[str](), set[str]()
-    if mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED:
+    if request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED:
         found = called(
             lambda place: request.stored_metadata(place, for_tensors, for_common).values(), context
         )
         stored = {item.key for item in found} - {COMMON_OBJECT}
-        kept, missing, unexpected = validation.compare_keys(items, mode, requested, stored)
+        kept, missing, unexpected = validation.compare_keys(items, request.mode, requested, stored)
         if kept is not items:
             keys = {item.key for item in kept.values()}
-            wanted = Wanted(wanted.state, ranks, keys)
-            items = {str(number): item for number, item in enumerate(wanted.items)}
+            adopts = partial(claimed, request.ranks.members)
+            wanted = StateSplit(opened.state, loading=True, adopt=adopts, keys=keys)
+            items = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     elif any(wanted.empty) and request.validate_access_integrity:
         held = called(for_tensors.load_tensors_metadata, context)
         _require_nothing_below(wanted.empty, {*held} - requested, context.stored.location.url)
-    if device is not None:
-        items = with_destinations(items, device)
+    if request.device is not None:
+        items = with_destinations(items, request.device)
     return Matched(wanted, items, common, for_tensors, for_common, missing, unexpected)
 
 
@@ -553,7 +527,7 @@ def read_matched(context: LoadContext, matched: Matched) -> StateDict:
             tensors = {n: one for n, one in tensors.items() if n not in objects}
             loaded = called(matched.for_common.load_sharded_objects, objects, context)
     loaded = {**loaded, **called(matched.for_tensors.load, tensors, context)}
-    values = {id(item): loaded[str(number)] for number, item in enumerate(wanted.items)}
+    values = {id(item): loaded[str(number)] for number, (_, item) in enumerate(wanted.shards)}
     sharded = dict_list_map_outplace(lambda item: values[id(item)], wanted.sharded)
     state = united(united(matched.common, wanted.local), sharded)
     return apply_factory_merges(state, wanted.factories)

@@ -44,17 +44,11 @@ SHOWN = 4
 MANY_CHUNKS = 100_000
 """Above this number of chunks of an array, its files are counted before a read allocates anything
 for each chunk."""
-_MISSING = -1
-"""Stands for the checksum of a document that does not exist."""
 LAYOUT = ("zarr", 2)
 """Backend and version in ``metadata.json`` of checkpoints with a root document."""
 
 
 T = TypeVar("T")
-
-
-def _checksum(text: bytes | None) -> int:
-    return _MISSING if text is None else crc32c(text, 0)
 
 
 class unlocked_property(cached_property[T]):  # noqa: N801 (as functools names it)
@@ -82,6 +76,9 @@ class StoredCheckpoint:
         documents: small documents that were read before, by name; ``None`` for a document that does
             not exist. All other documents are read from the store.
         threads: number of threads for reads from a disk; ``None``: the default of the mover.
+
+    Attributes:
+        documents: the documents that are not read again: those given, and the root document.
     """
 
     def __init__(
@@ -92,14 +89,10 @@ class StoredCheckpoint:
         threads: int | None = None,
     ) -> None:
         self.location = location
-        self.documents = documents or {}
+        self.documents = dict(documents or {})
         self.refused: Refused | None = None
         self._threads = threads
         self._lock = threading.Lock()
-        # Checksum of the root document that was read.
-        self._seen: int | None = None
-        if "zarr.json" in self.documents:
-            self._seen = _checksum(self.documents["zarr.json"])
 
     def document(self, name: str) -> bytes | None:
         """Return the content of a small document; ``None`` if there is no such document.
@@ -114,7 +107,7 @@ class StoredCheckpoint:
             root: RootDocument | None = vars(self).get("root")
             data = self.location.read_if_there(name, root.file_bytes.get(name) if root else None)
         if name == "zarr.json":
-            self._seen = _checksum(data)
+            self.documents[name] = data
         if data is None and name not in ("zarr.json", CONFIG_NAME, MANIFEST_NAME):
             self.check_file(name, None)
         return data
@@ -128,17 +121,17 @@ class StoredCheckpoint:
             begun = place.listing(ATTEMPTS)
             if begun and is_committed(place):
                 begun = []
-            found = _checksum(place.read_if_there("zarr.json"))
+            found = place.read_if_there("zarr.json")
         except errors.StorageError:
             return
-        if begun and found == _MISSING:
+        if begun and found is None:
             raise place.error(
                 " is being replaced or deleted: a save or a deletion has begun there "
                 f"({ATTEMPTS}/{begun[-1]}), and no checkpoint is committed. Read again after it "
                 "has finished; if its process died, save again, or read another checkpoint",
                 UnfinishedError,
             )
-        if self._seen not in (None, found):
+        if self.documents.get("zarr.json", found) != found:
             raise self._replaced()
 
     def _replaced(self) -> ReplacedError:
@@ -360,6 +353,7 @@ class StoredCheckpoint:
             self.location.delete_all([name for name in packs if name not in used], [PACKS])
         if manifest is not None and doomed:
             self.location.replace(MANIFEST_NAME, manifest.without(doomed).to_bytes())
+        self.documents.pop("zarr.json", None)
         for name in ("root", "arrays", "manifest"):
             self.__dict__.pop(name, None)
 

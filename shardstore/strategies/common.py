@@ -9,8 +9,9 @@ write the common values as JSON in the root document, see :mod:`shardstore.value
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_ma
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, node_name, object_place
-from shardstore.storage.runtime.parallel import run_batched
+from shardstore.storage.runtime.parallel import in_rounds
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy
 from shardstore.values import plain as plain_values
@@ -32,6 +33,8 @@ from shardstore.values.torch_values import load_bytes, require_loadable
 
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
+ROUND_BYTES, ROUND_FILES = 64 * 1024 * 1024, 1024
+"""Files of sharded objects that are in memory at a time."""
 
 
 def load_file(name: str, data: bytes, url: str, key: str) -> Any:
@@ -51,6 +54,14 @@ def object_file(sharded: ShardedObject, suffix: str = ".pt") -> str:
     """Return the name of a sharded object's file, relative to the checkpoint."""
     key, _, shard = sharded.unique_key.rpartition("/")
     return f"{node_name(key)}/{shard}{suffix}"
+
+
+OBJECT_NAMES: tuple[Callable[[ShardedObject], str], ...] = (
+    object_file,
+    lambda sharded: f"{sharded.unique_key}.pt",  # Megatron-Core's
+    partial(object_file, suffix=".json"),  # the DCP writer's
+)
+"""What an object's file may be called, in the order in which it is looked for."""
 
 
 def object_document(sharded: ShardedObject, *, as_json: bool = False) -> tuple[str, bytes]:
@@ -151,14 +162,22 @@ class TorchCommonLoadStrategy(ReadsOwnFormat, LoadCommonStrategy):
         """
         stored = context_of(checkpoint_dir).stored
         sizes = {} if stored.root is None else stored.root.file_bytes
-        objects = list(nested_values(sharded_objects_state_dict))
+        objects, url = list(nested_values(sharded_objects_state_dict)), stored.location.url
         values: dict[int, Any] = {}
-
-        def load(batch: Sequence[ShardedObject]) -> None:
-            for sharded in batch:
-                values[id(sharded)] = _load_object(stored, sharded, sizes)
-
-        run_batched(objects, load, threads=stored.location.threads())
+        for name_of in OBJECT_NAMES:
+            left = [(one, name_of(one)) for one in objects if id(one) not in values]
+            wanted = [(one, name) for one, name in left if is_inside(name)]
+            for some in in_rounds(wanted, lambda of: sizes.get(of[1], 0), ROUND_BYTES, ROUND_FILES):
+                names = [name for _, name in some]
+                files = stored.location.read_many(names, [sizes.get(name) for name in names])
+                for (sharded, name), data in zip(some, files, strict=True):
+                    if data is not None:
+                        stored.check_file(name, data)
+                        key = sharded.unique_key
+                        values[id(sharded)] = load_file(name, data, f"{url}/{name}", key)
+        for sharded in objects:
+            if id(sharded) not in values:
+                raise _missing_object(stored, sharded)
         loaded: StateDict = dict_list_map_outplace(
             lambda sharded: values[id(sharded)], sharded_objects_state_dict
         )
@@ -202,21 +221,18 @@ class JsonCommonLoadStrategy(TorchCommonLoadStrategy):
         return found.nested(url, objects, numbered=True)
 
 
-def _load_object(stored: StoredCheckpoint, sharded: ShardedObject, sizes: Mapping[str, int]) -> Any:
-    """Return the stored value of an object. ``sizes`` are those of the files in the commit."""
-    candidates = (object_file(sharded), f"{sharded.unique_key}.pt", object_file(sharded, ".json"))
-    names = [name for name in dict.fromkeys(candidates) if is_inside(name)]
-    for name in names:
-        (data,) = stored.location.read_many([name], [sizes.get(name)])
-        if data is not None:
-            stored.check_file(name, data)
-            return load_file(name, data, f"{stored.location.url}/{name}", sharded.unique_key)
-    for name in names:
-        stored.check_file(name, None)
+def _missing_object(stored: StoredCheckpoint, sharded: ShardedObject) -> errors.MissingKeyError:
+    """Return the error for an object that has no file.
+
+    Raises:
+        DamagedCheckpointError: the commit names a file of this object.
+    """
     url = stored.location.url
+    for name_of in OBJECT_NAMES:
+        stored.check_file(name_of(sharded), None)
     beside = [n for n in stored.location.listing(node_name(sharded.key)) if object_place(n)][:4]
     hint = f"stored parts of this key: {beside}" if beside else "no part of this key is stored"
-    raise errors.MissingKeyError(
+    return errors.MissingKeyError(
         f"object {sharded.unique_key!r} is not in the checkpoint {url}; {hint}. Sharded "
         "objects cannot be loaded under another sharding",
         key=sharded.key,

@@ -7,7 +7,7 @@ strategies; zarr itself writes an array that is open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast
@@ -204,7 +204,8 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
                 session.attempt.announce(nodes, session.ranks.rank)
             if session.meter.is_watched:
                 written = plan.written(session.ranks.rank)
-                session.meter.expect(sum(array.chunk_bytes for array in written), len(written))
+                size_bytes = sum(array.chunk_bytes for array in written)
+                session.meter.enter("move", bytes_total=size_bytes, chunks_total=len(written))
         return plan
 
 
@@ -256,11 +257,14 @@ class ZarrLoadShardedStrategy(base.ReadsOwnFormat, base.LoadShardedStrategy):
             ChunkMissingError, ChunkCorruptError: stored data is missing or damaged.
         """
         context = context_of(checkpoint_dir)
+        stored, cast = context.stored, context.cast or self.cast
         with context.together():
-            context.stored.require()
-            arrays = context.stored.arrays
-        cast = context.cast or self.cast
-        return _load_from_arrays(sharded_state_dict, context, arrays, cast=cast)
+            stored.require()
+            values = nested_values(sharded_state_dict)
+            tensors = [value for value in values if isinstance(value, ShardedTensor)]
+            plan = plan_reads(tensors, stored.arrays, stored.location.url, cast=cast)
+        read_chunks(context, plan)
+        return assemble(plan, sharded_state_dict, stored.location.url)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return key -> unsharded ShardedTensor without data, for each stored array."""
@@ -377,27 +381,11 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
 
 def _load_from_array(sharded_tensor: ShardedTensor, checkpoint_dir: str | Path) -> torch.Tensor:
     """Load one sharded tensor from its array, committed or not."""
-    context = LoadContext(stored=checkpoint.StoredCheckpoint(Location.of(checkpoint_dir)))
-    meta = checkpoint.read_array_meta(context.stored.location, sharded_tensor.key)
-    loaded = _load_from_arrays({"": sharded_tensor}, context, {meta.key: meta})
-    return cast(torch.Tensor, loaded[""])
-
-
-def _load_from_arrays(
-    sharded_state_dict: ShardedStateDict,
-    context: LoadContext,
-    arrays: Mapping[str, ArrayMeta],
-    *,
-    cast: bool | Literal["warn"] = False,
-) -> StateDict:
-    """Load sharded tensors from arrays by key, see :meth:`ZarrLoadShardedStrategy.load`."""
-    url = context.stored.location.url
-    with context.together():
-        values = nested_values(sharded_state_dict)
-        tensors = [value for value in values if isinstance(value, ShardedTensor)]
-        plan = plan_reads(tensors, arrays, url, cast=cast)
-    read_chunks(context, plan)
-    return assemble(plan, sharded_state_dict, url)
+    location = Location.of(checkpoint_dir)
+    meta = checkpoint.read_array_meta(location, sharded_tensor.key)
+    plan = plan_reads([sharded_tensor], {meta.key: meta}, location.url)
+    read_chunks(LoadContext(stored=checkpoint.StoredCheckpoint(location)), plan)
+    return cast(torch.Tensor, assemble(plan, {"": sharded_tensor}, location.url)[""])
 
 
 def _open_zarr_array_verbose(path: str | Path, mode: str, **open_kwargs: Any) -> ZarrArray:

@@ -73,8 +73,8 @@ class Records:
         return found
 
 
-def verify_archive(data: bytes) -> None:
-    """Compare the records of a file of ``torch.save`` with their checksums.
+def verify_archive(data: bytes) -> Records:
+    """Return the records of a file of ``torch.save``, after a comparison with their checksums.
 
     Raises:
         ValueError: a record or the archive itself is damaged.
@@ -88,3 +88,4 @@ def verify_archive(data: bytes) -> None:
     # If no checksum matches, the program that wrote the file had switched checksums off.
     if damaged and len(damaged) < len(sums):
         raise ValueError(f"record {damaged[0]} fails its checksum")
+    return records

@@ -375,11 +375,9 @@ def load_bytes(
     """
     about = f" (object {key!r})" if key is not None else ""
     with errors.as_damage(url, f"{url}{about} cannot be read", key):
-        if isinstance(data, bytes):
-            verify_archive(data)
-            data = io.BytesIO(data)
+        records = verify_archive(data) if isinstance(data, bytes) else Records(data)
         try:
-            return _unpickled(data, meta=meta)
+            return _unpickled(records, meta=meta)
         except _RefusedError as error:
             what, remedy = error.args
             raise errors.UnsafeObjectError(
@@ -389,8 +387,7 @@ def load_bytes(
             ) from None
 
 
-def _unpickled(data: Stream, *, meta: bool = False) -> Any:
-    records = Records(data)
+def _unpickled(records: Records, *, meta: bool = False) -> Any:
     is_little = "byteorder" not in records.entries or records.read("byteorder") == b"little"
     _require(is_little, "its byte order")
 
@@ -478,7 +475,7 @@ def _problem(values: Sequence[Any]) -> Exception | None:
                     remedy = "dequantize(), or view(torch.uint8) for types below 8 bits, may help"
                     raise TypeError(f"its elements are not plain memory ({remedy})")
                 dtypes.require_memory(value)
-        found = _unpickled(io.BytesIO(dump_bytes(values)))
+        found = _unpickled(Records(io.BytesIO(dump_bytes(values))))
         for one, other in zip(values, found, strict=True):
             if type(one) is not type(other):
                 raise TypeError(f"it would be loaded as a {type(other).__name__}")

@@ -12,6 +12,7 @@ import shardstore
 from shardstore.errors import CheckpointingException
 from shardstore.loading import run as loading
 from shardstore.mapping import ShardedTensor
+from shardstore.storage.checkpoint import StoredCheckpoint
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 3
@@ -30,9 +31,9 @@ def _loads(rank: int, world: int, folder: str) -> tuple[bool, list[str]]:
     names: list[str] = []
     read = loading.read_documents
 
-    def reading(*args: Any) -> dict[str, bytes | None]:
+    def reading(*args: Any, **options: Any) -> StoredCheckpoint:
         names.extend(args[1])
-        return read(*args)
+        return read(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "read_documents", reading)

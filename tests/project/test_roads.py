@@ -16,7 +16,7 @@ from shardstore.strategies import zarr
 from testing.roads import Road, roads
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "life-of-a-save.md"
-MOST = {"save": 107, "load": 151}
+MOST = {"save": 106, "load": 114}
 """Functions of the package until the first byte of a chunk moves."""
 
 
@@ -58,7 +58,8 @@ def test_functions_of_single_arrays_are_on_the_road(tmp_path: Path) -> None:
     write = called_by(lambda: zarr._save_to_existing_array(flat["f1"], array))
     assert "shardstore.loading.plan.held_regions" in write & set(of_load)
     read = called_by(lambda: zarr._load_from_array(small, one))
-    assert f"{part}_load_from_arrays" in read & set(of_load)
+    for name in ("plan.plan_reads", "read.read_chunks", "plan.assemble"):
+        assert f"shardstore.loading.{name}" in read & set(of_load)
     whole = torch.ones(4, 4).numpy()
     padded = called_by(lambda: zarr.postprocess_numpy_array(whole, large))
     assert f"{part}pad_to_expected_shape" in padded

@@ -189,7 +189,7 @@ def test_files_are_those_of_tensorstore_and_records_say_what_is_in_them(
         write_with_tensorstore(other, meta, array)
         assert stored_files(one.path, meta) == stored_files(other.path, meta)
         for index, record in by_file.items():
-            data = (one.path / meta.node / meta.chunk_key(index)).read_bytes()
+            data = (one.path / meta.chunk_name(index)).read_bytes()
             assert record.stored_bytes == len(data)
             plain = data[:-4] if meta.has_crc else data
             if meta.is_compressed:
@@ -285,7 +285,7 @@ def test_large_running_checksums_are_those_of_the_files(large: Large) -> None:
     block = block_bytes(meta.chunk_bytes)
     for linear in range(meta.grid.size):
         index = meta.grid.index_at(linear)
-        plain = (place.path / meta.node / meta.chunk_key(index)).read_bytes()[:-4]
+        plain = (place.path / meta.chunk_name(index)).read_bytes()[:-4]
         ends = [*range(block, len(plain), block), len(plain)]
         rows = manifest.rows(meta)
         assert rows is not None
@@ -436,7 +436,7 @@ def test_a_flipped_byte_is_found_by_every_read_that_touches_its_block(
     sound: Large, data: st.DataObject
 ) -> None:
     meta, array, place, manifest = sound
-    path = place.path / meta.node / meta.chunk_key((0, 0))
+    path = place.path / meta.chunk_name((0, 0))
     content = bytearray(path.read_bytes())
     position = data.draw(st.integers(0, meta.chunk_bytes - 1))
     content[position] ^= 1 << data.draw(st.integers(0, 7))
@@ -485,7 +485,7 @@ def test_a_chunk_of_other_bytes_is_an_error(
     if damage == "another checksum" and kind is with_files and box.shape[0] != 700:
         pytest.skip("blocks are verified by the manifest")
     meta, _, place, manifest = sound
-    path = place.path / meta.node / meta.chunk_key((1, 0))
+    path = place.path / meta.chunk_name((1, 0))
     content = DAMAGES[damage](path.read_bytes())
     with damaged(path, content), pytest.raises(ChunkCorruptError) as caught:
         read_with(kind(place), meta, box, manifest)
@@ -496,7 +496,7 @@ def test_a_chunk_of_other_bytes_is_an_error(
 @pytest.mark.parametrize("kind", [with_files, with_tensorstore])
 def test_a_missing_chunk_is_an_error(sound: Large, kind: Callable[[Location], Read]) -> None:
     meta, _, place, manifest = sound
-    path = place.path / meta.node / meta.chunk_key((1, 0))
+    path = place.path / meta.chunk_name((1, 0))
     with damaged(path, None):
         with pytest.raises(ChunkMissingError) as caught:
             read_with(kind(place), meta, Box((0, 0), (700, 300)), manifest)
@@ -513,7 +513,7 @@ def test_tensorstore_names_the_right_one_of_many_chunks(tmp_path: Path) -> None:
         place = Location.of(tmp_path / str(v2))
         place.path.mkdir()
         write_all(Mover.of(place), meta, random_array((24,), "int32"))
-        (place.path / meta.node / meta.chunk_key((11,))).unlink()
+        (place.path / meta.chunk_name((11,))).unlink()
         out = np.zeros(24, np.int32)
         with pytest.raises(ChunkMissingError) as caught:
             read_decoded(place, [RegionRead(meta, Box((0,), (24,)), out)])

@@ -281,13 +281,14 @@ def test_files_that_are_kept_are_bounded(place: str, monkeypatch: pytest.MonkeyP
     """Of files of 1,000 bytes and more, with room for 2,500, two are kept at a time."""
     monkeypatch.setattr(publish, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
     sizes: list[int] = []
-    flush = publish.Files.flush
+    taken = publish.Files.taken
 
-    def counted(self: publish.Files) -> None:
-        sizes.append(sum(len(data) for _, data in self._kept))
-        flush(self)
+    def counted(self: publish.Files) -> list[tuple[str, bytes]]:
+        files = taken(self)
+        sizes.append(sum(len(data) for _, data in files))
+        return files
 
-    monkeypatch.setattr(publish.Files, "flush", counted)
+    monkeypatch.setattr(publish.Files, "taken", counted)
     shardstore.save(state(7, nbytes=600), place)
     assert 0 < max(sizes) <= 2_500
     shardstore.save(state(8, nbytes=5_000), place, overwrite=True)  # each alone is more

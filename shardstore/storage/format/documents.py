@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -122,14 +121,18 @@ class ArrayMeta:
     def expected_crc(self, number: int) -> int | None:
         """Return the crc32c of a decoded chunk from the commit; ``None`` if the commit has none.
         ``number`` is the position of the chunk in C order over the grid."""
-        return None if self.crcs is None else _number(self.crcs, number)
+        if self.crcs is None:
+            return None
+        return int.from_bytes(self.crcs[4 * number : 4 * number + 4], "little")
 
     def expected_size(self, number: int) -> int | None:
         """Return the size of a compressed chunk from the commit, as :meth:`expected_crc`."""
         if self.places is not None:
             place = self.places.of(number)
             return place.last - place.first
-        return None if self.sizes is None else _number(self.sizes, number)
+        if self.sizes is None:
+            return None
+        return int.from_bytes(self.sizes[4 * number : 4 * number + 4], "little")
 
     @property
     def has_crc(self) -> bool:
@@ -146,17 +149,13 @@ class ArrayMeta:
         """Whether a chunk object is the compressed chunk with a crc32c after it."""
         return self.codecs is not None and len(self.codecs) == 2
 
-    def chunk_key(self, index: Sequence[int]) -> str:
-        """Return the key of a chunk below the array (Zarr v3 core specification, "Chunk key
-        encoding": default; or v2)."""
+    def chunk_name(self, index: Sequence[int]) -> str:
+        """Return the name of a chunk's file or object below the root: the array's node, and the
+        chunk's key (Zarr v3 core specification, "Chunk key encoding": default; or v2)."""
         numbers = self.separator.join(map(str, index))
         if self.v2_keys or self.zarr_format == 2:
-            return numbers or "0"
-        return f"c{self.separator}{numbers}" if numbers else "c"
-
-    def chunk_name(self, index: Sequence[int]) -> str:
-        """Return the name of a chunk's file or object below the root."""
-        return f"{self.node}/{self.chunk_key(index)}"
+            return f"{self.node}/{numbers or 0}"
+        return f"{self.node}/c{self.separator}{numbers}" if numbers else f"{self.node}/c"
 
     def has_document(self, *, packs: bool) -> bool:
         """Return whether the array has a document of its own, in a checkpoint with array documents.
@@ -452,7 +451,7 @@ def parse_array(
     chunk_shape = document.chunk_grid.configuration.chunk_shape
     shared = bytes(document.codecs), bytes(document.chunk_key_encoding)
     try:
-        grid, codecs, separator, v2_keys = _layout(document.shape, chunk_shape, *shared)
+        layout = _layout(document.shape, chunk_shape, *shared)
         dtypes.check(document.data_type, url)
         try:
             own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
@@ -468,25 +467,31 @@ def parse_array(
     return ArrayMeta(
         own.key or names.key_of(node) or node,
         node,
-        grid,
+        layout.grid,
         document.data_type,
-        codecs,
-        separator=separator,
-        shard_shape=_shards(own.shard_shape, grid),
-        document=text if codecs is None else None,
-        crcs=_numbers(sums, grid.size) if isinstance(sums, str) else None,
-        sizes=_numbers(sizes, grid.size) if isinstance(sizes, str) else None,
-        v2_keys=v2_keys,
+        layout.codecs,
+        separator=layout.separator,
+        shard_shape=_shards(own.shard_shape, layout.grid),
+        document=text if layout.codecs is None else None,
+        crcs=_numbers(sums, layout.chunks) if isinstance(sums, str) else None,
+        sizes=_numbers(sizes, layout.chunks) if isinstance(sizes, str) else None,
+        v2_keys=layout.v2_keys,
         constant=constant or None,
     )
 
 
+class _Layout(NamedTuple):
+    """Attributes of :class:`ArrayMeta`, and the number of chunks."""
+
+    grid: Grid
+    chunks: int
+    codecs: tuple[str, ...] | None
+    separator: str
+    v2_keys: bool
+
+
 @lru_cache(maxsize=4096)  # a model has many arrays of few layouts
-def _layout(
-    shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes
-) -> tuple[Grid, tuple[str, ...] | None, str, bool]:
-    """Return the grid, :attr:`ArrayMeta.codecs`, the separator of chunk keys, and whether they are
-    those of Zarr v2."""
+def _layout(shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes) -> _Layout:
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
@@ -499,7 +504,8 @@ def _layout(
     little = (first.configuration or {}).get("endian", "little") == "little"
     chain = tuple(codec.name for codec in others)
     known = first.name == "bytes" and little and chain in _CHAINS and not v2_keys
-    return Grid(shape, chunk_shape), chain if known else None, separator, v2_keys
+    grid = Grid(shape, chunk_shape)
+    return _Layout(grid, grid.size, chain if known else None, separator, v2_keys)
 
 
 def _shards(shape: Shape | None, grid: Grid) -> Shape | None:
@@ -523,10 +529,6 @@ def _numbers(text: str, chunks: int) -> bytes | None:
     except ValueError:
         return None
     return numbers if len(numbers) == 4 * chunks else None
-
-
-def _number(numbers: bytes, position: int) -> int:
-    return int.from_bytes(numbers[4 * position : 4 * position + 4], "little")
 
 
 def parse_v2_array(node: str, text: bytes, url: str) -> ArrayMeta:
@@ -646,18 +648,17 @@ class RootDocument:
     def used_packs(self, without: Collection[str] = ()) -> set[str]:
         """Return the names of the packs in which a chunk of an array lies. Arrays of the nodes
         ``without`` do not count."""
-        arrays = (array for array in self._packed_arrays() if array.node not in without)
+        arrays = (self._packed_array(node) for node in self.packed if node not in without)
         return {name for array in arrays if array.places for name in array.places.names()}
 
-    def _packed_arrays(self) -> Iterator[ArrayMeta]:
-        for node, row in self.packed.items():
-            try:
-                found = msgspec.convert(row, _Packed)
-                yield found.array(node, self.packs or (), self.chunk_sums.get(node))
-            except (msgspec.ValidationError, ValueError, errors.DTypeMismatchError) as error:
-                raise self.damaged(
-                    f"has a description of the packed {node!r} that no save writes ({error})"
-                ) from error
+    def _packed_array(self, node: str) -> ArrayMeta:
+        try:
+            found = msgspec.convert(self.packed[node], _Packed)
+            return found.array(node, self.packs or (), self.chunk_sums.get(node))
+        except (msgspec.ValidationError, ValueError, errors.DTypeMismatchError) as error:
+            raise self.damaged(
+                f"has a description of the packed {node!r} that no save writes ({error})"
+            ) from error
 
     def arrays(self, refused: Refused | None = None) -> dict[str, ArrayMeta]:
         """Return all arrays by key.
@@ -694,7 +695,7 @@ class RootDocument:
             elif ours:
                 what = "a group" if meta is None else "unknown codecs"
                 raise self.damaged(no_save.format(node, what))
-        found += self._packed_arrays()
+        found += [self._packed_array(node) for node in self.packed]
         return by_key(found, self.url)
 
     def without(self, nodes: Collection[str]) -> bytes:
@@ -724,15 +725,6 @@ class RootDocument:
         """
         wrong = f"{what}: it is damaged, or another program changed it; put the saved one back"
         return errors.damaged(self.url, wrong)
-
-
-def root_without_arrays(text: bytes) -> RootDocument:
-    """Return a root document of which only the attributes are parsed; without attributes, if it is
-    damaged."""
-    attributes: Any = None
-    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # parse_root raises it
-        attributes = _ROOT.decode(text).attributes
-    return RootDocument("", attributes, {})
 
 
 def parse_root(text: bytes, url: str) -> RootDocument:

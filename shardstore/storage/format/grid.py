@@ -81,7 +81,7 @@ class Grid(NamedTuple):
     @property
     def size(self) -> int:
         """Number of chunks; 1 for a 0-d array, 0 for an empty one."""
-        return math.prod(self.counts)
+        return math.prod(_counts(self.shape, self.chunk_shape))
 
     def box(self, index: Sequence[int]) -> Box:
         """Return the part of the array that the chunk at ``index`` holds, cut off at the array's

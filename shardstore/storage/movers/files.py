@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -278,26 +279,24 @@ def read_at_once(chunks: Sequence[WholeChunk]) -> list[int]:
         finds out what is wrong with a damaged one. What receives its elements may then be partly
         overwritten.
     """
-    requests = [(path, *_request(array, out)) for path, array, _, out in chunks]
+    requests: list[tuple[str, int, NDArray[np.uint8] | None]] = []
+    for path, array, _, out in chunks:
+        size, target = -1, None  # -1 bytes: not with that reader
+        is_known = array.codecs == (CRC32C,)
+        if is_known and out is None:
+            size = array.chunk_bytes
+        elif is_known and out is not None and out.size == math.prod(array.grid.chunk_shape):
+            if out.strides[-1:] == (out.itemsize,):
+                size, target = out.nbytes, out.view(np.uint8)
+            elif out.flags.c_contiguous:
+                size, target = out.nbytes, as_bytes(out)
+        requests.append((path, size, target))
     return [
         size + CRC_BYTES if found and found[0] == found[1] and crc in (None, found[0]) else 0
         for (_, size, _), found, (_, _, crc, _) in zip(
             requests, read_chunk_files(requests), chunks, strict=True
         )
     ]
-
-
-def _request(array: ArrayMeta, out: NDArray[Any] | None) -> tuple[int, NDArray[np.uint8] | None]:
-    """Return the number of bytes to read, and where they go; -1 bytes: not with that reader."""
-    size = array.chunk_bytes
-    if array.codecs == (CRC32C,) and (out is None or out.nbytes == size):
-        if out is None:
-            return size, None
-        if out.strides[-1:] == (out.itemsize,):
-            return size, out.view(np.uint8)
-        if out.flags.c_contiguous:
-            return size, as_bytes(out)
-    return -1, None
 
 
 def read_file(path: str, verifier: ChunkVerifier, part: ChunkPart | None = None) -> int:

@@ -226,13 +226,13 @@ def _explained(location: Location, read: RegionRead, text: str, manifest: GetMan
     array, above = read.array, f"{location.url}/{read.array.node}"
     missing, damaged = text.startswith("NOT_FOUND"), text.startswith(_DAMAGE)
     for index in array.grid.overlapping(read.box) if missing or damaged else ():
-        name = array.chunk_key(index)
-        if f'/{array.node}/{name}"' in text:
+        name = array.chunk_name(index)
+        if f'/{name}"' in text:
             problem = BadChunkError("crc", f"is damaged ({text})")
             if missing:
-                location.require_absent(f"{array.node}/{name}")
+                location.require_absent(name)
                 problem = BadChunkError("missing", "is missing")
-            return chunk_error(array, index, f"{above}/{name}", problem, manifest)
+            return chunk_error(array, index, f"{location.url}/{name}", problem, manifest)
     return StorageError(
         f"reading key {array.key!r} from {above} failed: {text}", key=array.key, url=above
     )

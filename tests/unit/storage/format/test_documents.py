@@ -127,10 +127,10 @@ def test_v2_documents_lead_back() -> None:
     for dtype in ("bfloat16", "float32", "bool"):
         meta = meta_of("a", (5, 6), dtype, codecs=(), zarr_format=2)
         assert parse_v2_array("a", documents.array_document(meta).encode(), "x") == meta
-        assert meta.chunk_key((1, 2)) == "1.2"
-    assert meta_of("a", (), zarr_format=2).chunk_key(()) == "0"
-    assert meta_of("a", ()).chunk_key(()) == "c"
-    assert meta_of("a", (3,)).chunk_key((2,)) == "c.2"
+        assert meta.chunk_name((1, 2)) == f"{meta.node}/1.2"
+    assert meta_of("a", (), zarr_format=2).chunk_name(()) == "a/0"
+    assert meta_of("a", ()).chunk_name(()) == "a/c"
+    assert meta_of("a", (3,)).chunk_name((2,)) == "a/c.2"
 
 
 def test_xarray_opens_arrays_of_any_shapes_at_once(tmp_path: Path) -> None:

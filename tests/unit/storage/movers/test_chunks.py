@@ -22,7 +22,7 @@ def _check(shape: tuple[int, ...], chunk: tuple[int, ...], region: Box) -> int:
         box = meta.grid.box(part.index)
         stored = whole[(..., *box.slices)]
         assert order[part.number] == part.index
-        assert meta.chunk_key(part.index) == ".".join(["c", *map(str, part.index)])
+        assert meta.chunk_name(part.index) == ".".join(["a/c", *map(str, part.index)])
         assert (part.out.nbytes == meta.chunk_bytes) == (
             part.within == Box((0,) * len(shape), chunk)
         )

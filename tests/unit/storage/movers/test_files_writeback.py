@@ -30,7 +30,7 @@ def written(folder: Path, size: int, *, durable: bool) -> Path:
     Mover.of(Location.of(folder), SaveOptions(durable=durable)).write(
         [ChunkWrite(meta, (0,), data)], lambda _item, _record: None
     )
-    return folder / "w" / meta.chunk_key((0,))
+    return folder / meta.chunk_name((0,))
 
 
 def test_the_disk_begins_at_once_where_a_sync_will_wait_for_it(tmp_path: Path) -> None:
