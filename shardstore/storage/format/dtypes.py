@@ -89,7 +89,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         DTypeMismatchError: this version does not read the data type.
     """
-    check(name)
+    if name not in _ITEMSIZES:
+        check(name)  # raises the error
     return _numpy_dtype(name)
 
 

@@ -279,7 +279,7 @@ def summary_of(meta: ArrayMeta) -> str:
     sharding = "" if meta.shard_shape is None else f", shards of {meta.shard_shape}"
     packed = "" if meta.places is None else ", packed"
     return (
-        f"global shape {meta.shape}, data type {meta.dtype}{sharding}, chunks of "
+        f"global shape {meta.grid.shape}, data type {meta.dtype}{sharding}, chunks of "
         f"{meta.grid.chunk_shape}, codecs {meta.codecs}, Zarr v{meta.zarr_format}{packed}"
     )
 
