@@ -289,8 +289,9 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         meter: counts the read bytes.
     """
     ranks, state, group = request.ranks, request.sharded_state_dict, None
-    decide = None if ranks.world_size == 1 else partial(_decide, request, location)
-    with ranks.meet(f"loading {location.url}", decide or (lambda _: None), _joined) as meeting:
+    decision, is_alone = _Decision(request, location), ranks.world_size == 1
+    decide = (lambda _: None) if is_alone else decision.make
+    with ranks.meet(f"loading {location.url}", decide, _joined) as meeting:
         if request.error is not None:
             raise request.error
         wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))
@@ -300,16 +301,17 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
             require_loadable(values, "the value")
         if request.replica_group is not None:
             group = read_group(request.replica_group, request.share_replicas, location)
-        if decide is not None:
+        if not is_alone:
             meeting.report = pickle.dumps(_report(request, wanted, group))
-    if decide is None:
+    if is_alone:
         stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
         requested = _requested(request, wanted, stored)
     else:
         answer: _Answer = pickle.loads(meeting.answer)
         # A rank with another place than the coordinator's reads its documents itself.
         documents = answer.documents if answer.url == location.url else {}
-        stored, requested = StoredCheckpoint(location, documents=documents), answer.requested
+        stored = decision.stored or StoredCheckpoint(location, documents=documents)
+        requested = answer.requested
         if group is not None and group.members in answer.reading_alone:
             group = None
     context = LoadContext(
@@ -325,7 +327,8 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
 def _requested(
     request: LoadRequest, wanted: StateSplit, stored: StoredCheckpoint
 ) -> set[str] | None:
-    """Do for one rank alone what :func:`_decide` does: check its shards, and return their keys."""
+    """Do for one rank alone what :meth:`_Decision.make` does: check its shards, and return their
+    keys."""
     if needs_adoption(wanted.others, wanted.found):
         return None
     shards = [shard for _, shard in wanted.shards]
@@ -384,22 +387,37 @@ def _joined(reports: Sequence[bytes]) -> bytes:
     return pickle.dumps(joined)
 
 
-def _decide(request: LoadRequest, location: Location, reports: Sequence[bytes]) -> bytes:
-    """Read the documents for all ranks, and check their requests. The coordinator calls it.
+@dataclass
+class _Decision:
+    """What the coordinator does for all ranks at the beginning of a load.
 
-    Returns:
-        The :class:`_Answer`, pickled.
+    Attributes:
+        request: the arguments of this rank.
+        location: the checkpoint.
+        stored: the opened checkpoint, on the coordinator.
     """
-    ranks = request.ranks
-    parsed: list[_Report] = [pickle.loads(one) for one in reports]
-    groups = (one for report in parsed for one in report.groups)
-    alone = groups_reading_alone(dict(zip(ranks.members, groups, strict=True)), location.url)
-    stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
-    requested: set[str] | None = None
-    if all(report.shards is not None for report in parsed):
-        has_config = stored.documents[CONFIG_FNAME] is not None
-        requested = _checked(request, parsed) if has_config else set()
-    return pickle.dumps(_Answer(location.url, stored.documents, requested, alone))
+
+    request: LoadRequest
+    location: Location
+    stored: StoredCheckpoint | None = None
+
+    def make(self, reports: Sequence[bytes]) -> bytes:
+        """Read the documents, and check the requests of all ranks. The coordinator calls it.
+
+        Returns:
+            The :class:`_Answer`, pickled.
+        """
+        request, location = self.request, self.location
+        parsed: list[_Report] = [pickle.loads(one) for one in reports]
+        groups = (one for report in parsed for one in report.groups)
+        members = request.ranks.members
+        alone = groups_reading_alone(dict(zip(members, groups, strict=True)), location.url)
+        stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
+        self.stored, requested = stored, None
+        if all(report.shards is not None for report in parsed):
+            has_config = stored.documents[CONFIG_FNAME] is not None
+            requested = _checked(request, parsed) if has_config else set[str]()
+        return pickle.dumps(_Answer(location.url, stored.documents, requested, alone))
 
 
 def _checked(request: LoadRequest, reports: Sequence[_Report]) -> set[str]:
