@@ -116,18 +116,18 @@ class Meter:
         self._callback, self.is_watched = callback, callback is not None
         self._lock = threading.Lock()
         if self.is_watched:
-            self.enter("begin")
+            self.tell()
 
     def count(self, size: int, chunks: int = 1) -> None:
         """Add bytes and chunks to those that are done; without a callback, do nothing."""
         if self.is_watched:
-            self.enter(None, bytes_done=size, chunks_done=chunks)
+            self.tell(bytes_done=size, chunks_done=chunks)
 
-    def enter(self, phase: Phase | None, **more: int) -> None:
-        """Begin another phase, and pass the event to the callback.
+    def tell(self, phase: Phase | None = None, **more: int) -> None:
+        """Change the current event, and pass it to the callback.
 
         Args:
-            phase: the phase; ``None``: the current one.
+            phase: the phase that begins; ``None``: the current one goes on.
             **more: amounts that are added to fields of the event.
         """
         with self._lock:
@@ -164,7 +164,7 @@ def metered(operation: Operation, url: str, progress: ProgressArgument) -> Itera
         phase = "done"
     finally:
         if meter.now.phase != "failed":
-            meter.enter(phase)
+            meter.tell(phase)
 
 
 def callback_of(progress: ProgressArgument, *, shows: bool = True) -> ProgressCallback | None:

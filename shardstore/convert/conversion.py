@@ -257,7 +257,7 @@ class _Stages:
     ) -> None:
         """Read chunks from the source, batch by batch, and do the work of a stage with them."""
         with metered(operation, self._output.url, self._progress) as meter:
-            meter.enter("move", bytes_total=self.total, chunks_total=len(left))
+            meter.tell("move", bytes_total=self.total, chunks_total=len(left))
             meter.count(self.total - sum(map(_chunk_bytes, left)), 0)
             for batch in in_rounds(left, _chunk_bytes, self._batch_bytes):
                 work(_read(batch, self._source.read, self._sources))

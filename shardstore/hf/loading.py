@@ -143,7 +143,7 @@ def load(
     url = shown_url(place)
     callback = callback_of(progress, shows=ranks.is_coordinator)
     with metered("load", url, callback) as meter, collector_paused():
-        found = _Loading(call, ranks, f"loading {url}").run(meter)
+        found = _Loading(call, f"loading {url}").run(meter)
     if ranks.is_coordinator:
         seconds, size = perf_counter() - started, meter.now.bytes_total
         text = f"{url}: loaded, {size} bytes on rank {ranks.rank} in {seconds:.3f} s"
@@ -207,17 +207,15 @@ class _Loading:
 
     Attributes:
         call: the arguments.
-        ranks: the ranks of the load.
         what: the operation, for error texts.
     """
 
     call: _Call
-    ranks: Ranks
     what: str
 
     def run(self, meter: Meter) -> tuple[mapping.StateDict, set[str], set[str]]:
         """Load, and return the state dict, the missing and the unexpected keys."""
-        step = partial(self.ranks.step, self.what)
+        step = partial(self.call.ranks.step, self.what)
         asked, answer = step(
             self._prepare,
             lambda asked: pickle.dumps((asked.location.url, asked.group)),
@@ -239,7 +237,7 @@ class _Loading:
             self._wanted,
         )
         hosts: sharing.Hosts = pickle.loads(answer)
-        blocks = sharing.plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
+        blocks = sharing.plan_shared(hosts.of(self.call.ranks.rank), files.arrays, files.places)
         read, _ = step(lambda: self._read(match, planned, files, group, blocks, meter))
         shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.call.sharded_state_dict, read))
         return shaped, planned.missing, planned.unexpected
@@ -262,7 +260,7 @@ class _Loading:
         urls, offers = zip(*map(pickle.loads, reports), strict=True)
         if len(set(urls)) > 1:
             raise ArgumentError(f"{self.what}: the ranks give different places: {set(urls)}")
-        by_rank = dict(zip(self.ranks.members, offers, strict=True))
+        by_rank = dict(zip(self.call.ranks.members, offers, strict=True))
         apart = groups_reading_alone(by_rank, urls[0])
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         return pickle.dumps((WeightFiles.open(location), apart))
@@ -350,7 +348,7 @@ class _Loading:
     def _wanted(self, reports: Sequence[bytes]) -> bytes:
         return pickle.dumps(
             sharing.wanted_by(
-                dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
+                dict(zip(self.call.ranks.members, map(pickle.loads, reports), strict=True))
             )
         )
 
@@ -379,8 +377,8 @@ class _Loading:
             read_chunks(context, _part(plan, scaled=False))
         finally:  # the other ranks wait for pieces
             if blocks:
-                meter.enter("move", bytes_total=sum(region.out.nbytes for region in shared))
-                sharing.read_shared(self.ranks, blocks, shared, files.read_range, meter.count)
+                meter.tell("move", bytes_total=sum(region.out.nbytes for region in shared))
+                sharing.read_shared(self.call.ranks, blocks, shared, files.read_range, meter.count)
         if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in dict_utils.nested_values(wanted) if t.key in match.tied}

@@ -208,7 +208,7 @@ def stream(
 
     url = arrays[0].checkpoint.url if arrays else ""
     with metered(operation, url, progress) as meter:
-        meter.enter("move", bytes_total=sum(size for _, _, size in chunks))
+        meter.tell("move", bytes_total=sum(size for _, _, size in chunks))
         run_batched(chunks, run, threads=threads)
     return found, {key: texts for key, texts in damage.items() if texts}
 

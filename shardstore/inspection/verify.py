@@ -147,7 +147,7 @@ def verify(
             stored = StoredCheckpoint(stored.location)
             result = _Verification(stored, found, keys, hashes, threads, meter).run()
         if not result.ok:
-            meter.enter("failed")
+            meter.tell("failed")
     about = {name: n for name, n in asdict(result).items() if name != "unchecked"}
     state = "no damage" if result.ok else f"{result.damage} finding(s) of damage"
     log_event(logger, "verify", f"{url}: verified, {state}", url=url, **about)
@@ -216,7 +216,7 @@ class _Verification:
         self.result.arrays = len(wanted)
         size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)
         count = sum(meta.grid.size for meta in wanted)
-        self.meter.enter("move", bytes_total=size, chunks_total=count)
+        self.meter.tell("move", bytes_total=size, chunks_total=count)
         in_packs: dict[str, list[tuple[ArrayMeta, int, Place]]] = defaultdict(list)
         for array in wanted:
             if unread := codec_error(self.location, array):

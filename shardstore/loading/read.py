@@ -76,7 +76,7 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
         watched = regions if meter.is_watched else ()
         chunks = sum(1 for region in watched for _ in chunk_parts(region))
         size_bytes = sum(region.out.nbytes for region in regions)
-        meter.enter("move", bytes_total=size_bytes, chunks_total=chunks)
+        meter.tell("move", bytes_total=size_bytes, chunks_total=chunks)
         for one in plan.values():
             if one.is_padded:
                 one.target.zero_()

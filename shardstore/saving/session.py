@@ -303,7 +303,7 @@ class SaveSession:
         except BaseException:
             self.give_up()
             raise
-        self.meter.enter("done")
+        self.meter.tell("done")
         if self.ranks.is_coordinator:
             self._log_commit()
         if self.verify_integrity:
@@ -312,7 +312,7 @@ class SaveSession:
 
     def give_up(self) -> None:
         """Remove the attempt. The other ranks notice that this one has failed."""
-        self.meter.enter("failed")
+        self.meter.tell("failed")
         if self.ranks.is_coordinator:
             self.attempt.abandon()
 
@@ -321,7 +321,7 @@ class SaveSession:
         self.attempt.put_all(self.files.taken())
         if self.reusing is not None:
             self.reusing.warn()
-        self.meter.enter("commit")
+        self.meter.tell("commit")
         if self.ranks.is_coordinator:
             return b""  # the coordinator's own manifest is not sent
         if self.options.durable:

@@ -205,7 +205,7 @@ class ZarrSaveShardedStrategy(base.AsyncSaveShardedStrategy):
             if session.meter.is_watched:
                 written = plan.written(session.ranks.rank)
                 size_bytes = sum(array.chunk_bytes for array in written)
-                session.meter.enter("move", bytes_total=size_bytes, chunks_total=len(written))
+                session.meter.tell("move", bytes_total=size_bytes, chunks_total=len(written))
         return plan
 
 

@@ -31,7 +31,7 @@ from shardstore.errors import (
     RanksError,
     StorageError,
 )
-from shardstore.hf import blocks
+from shardstore.hf import block_writer, blocks
 from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.format.grid import Box
 from shardstore.storage.stores.location import Location
@@ -142,6 +142,18 @@ def test_every_layout_of_ranks_gives_the_same_model(tmp_path: Path) -> None:
             assert files == {"model.safetensors"}
             assert not index.exists()
     assert len(os.listdir(tmp_path)) == len(names)
+
+
+def _export_in_rounds(rank: int, world_size: int, place: str) -> None:
+    block_writer.ROUND_BYTES = 300 * (rank + 1)
+    for name, (mesh, axes) in LAYOUTS.items():
+        hf.save(sharded(init_device_mesh("cpu", mesh), axes), f"{place}/{name}", file_bytes=3000)
+
+
+def test_ranks_whose_rounds_differ_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    run_ranks(_export_in_rounds, 4, str(tmp_path))
+    for name in LAYOUTS:
+        assert same(read(tmp_path / name), MODEL), name
 
 
 def test_the_same_in_a_bucket(s3_server: S3Server, tmp_path: Path) -> None:

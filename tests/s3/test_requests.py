@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import shardstore
-from shardstore import ShardedTensor
+from shardstore import ShardedTensor, hf
+from shardstore.hf.places import PART_BYTES
 from shardstore.storage.stores.tensorstore import REQUESTS
 from testing.s3_proxy import FaultProxy, Passed
 from testing.s3_servers import S3Server
@@ -138,3 +139,31 @@ def test_signatures_cover_the_content_unless_told_not_to(
     large.zero_()
     shardstore.load(saved, run.url(4), storage_options=run.options)
     assert large[-1] == 2**20 - 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="botocore"),
+        pytest.param({"read_timeout": 30}, id="s3fs"),  # which knows what botocore is not told
+        pytest.param({"s3": {"payload_signing_enabled": False}}, id="unsigned"),
+    ],
+)
+def test_parts_of_an_export_are_each_sent_once(
+    s3_server: S3Server, proxy: FaultProxy, config: dict[str, dict[str, object]]
+) -> None:
+    s3 = {"addressing_style": "path", **config.get("s3", {})}
+    run = Run.new(s3_server.at(proxy.endpoint_url), s3_server, config_kwargs={**config, "s3": s3})
+    model = {"w": torch.arange(PART_BYTES // 4 + 1000, dtype=torch.float32)}
+    before = len(proxy.passed())
+    hf.save(model, run.url(5), storage_options=run.options)
+    parts = [r for r in proxy.passed()[before:] if "partNumber=" in r.path]
+    assert [r.method for r in parts] == ["PUT", "PUT"]
+    signed = {r.headers["x-amz-content-sha256"] for r in parts}
+    if "s3" in config:
+        assert signed == {"UNSIGNED-PAYLOAD"}
+    else:
+        assert sorted(len(bytes.fromhex(said)) for said in signed) == [32, 32]
+    loaded = {"w": torch.zeros_like(model["w"])}
+    hf.load(loaded, run.url(5), storage_options=run.options)
+    assert torch.equal(loaded["w"], model["w"])

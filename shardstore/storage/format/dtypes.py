@@ -89,8 +89,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         DTypeMismatchError: this version does not read the data type.
     """
-    if name not in _ITEMSIZES:
-        check(name)  # raises the error
+    check(name)
     return _numpy_dtype(name)
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import lru_cache
 from urllib.parse import quote, unquote
 
-from shardstore.errors import DamagedCheckpointError, KeyNameError, damaged
+from shardstore.errors import KeyNameError, damaged
 
 MAX_NAME_BYTES = 200
 CONFIG_NAME = "metadata.json"
@@ -87,10 +86,13 @@ def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 def is_inside(name: object) -> bool:
     """Return whether a relative path stays below its folder, and a file can have it."""
-    with suppress(DamagedCheckpointError):
-        require_inside(name, "")
-        return True
-    return False
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    try:
+        name.encode(errors="surrogateescape")  # as os.fsencode
+    except UnicodeEncodeError:
+        return False
+    return {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 def require_inside(name: object, url: str) -> str:
@@ -104,13 +106,10 @@ def require_inside(name: object, url: str) -> str:
     Raises:
         DamagedCheckpointError: the name leads out of the checkpoint, or no file can have it.
     """
-    if isinstance(name, str) and "\0" not in name:
-        with suppress(UnicodeEncodeError):
-            name.encode(errors="surrogateescape")  # as os.fsencode
-            if {"", ".", ".."}.isdisjoint(name.split("/")):
-                return name
-    wrong = f"names {name!r}, which is outside of the checkpoint or no file can have: it is"
-    raise damaged(url, f"{wrong} damaged, or was not written by a checkpointing program")
+    if not isinstance(name, str) or not is_inside(name):
+        wrong = f"names {name!r}, which is outside of the checkpoint or no file can have: it is"
+        raise damaged(url, f"{wrong} damaged, or was not written by a checkpointing program")
+    return name
 
 
 def check_collisions(keys: Iterable[str]) -> None:
