@@ -255,6 +255,7 @@ def resume(trainer: Trainer, checkpoint: str, steps: int, record: dict[str, Any]
     trainer.model.flat[end:] = 0
     for flat in trainer.adam.state.values():
         flat[max(0, end - trainer.adam.start) :] = 0
+    assert isinstance(loaded, dict)  # no mode that returns keys too
     trainer.restore(loaded)
     about = shardstore.load_content_metadata(checkpoint)
     expect(about is not None and about["step"] == trainer.step, f"content metadata is {about}")

@@ -21,7 +21,8 @@ class Forwarder:
 
     def __init__(self, upstream_url: str, latency_s: float) -> None:
         where = urlsplit(upstream_url)
-        self.where, self.latency_s, self.requests = (where.hostname, where.port), latency_s, 0
+        self.where = where.hostname or "", where.port or 80
+        self.latency_s, self.requests = latency_s, 0
         self.loop = asyncio.new_event_loop()
         serving = self.loop.create_server(lambda: _Client(self), "127.0.0.1", 0)
         self._server = self.loop.run_until_complete(serving)

@@ -114,11 +114,11 @@ class GcsServer:
             there = f"{self.endpoint_url}{request.path}?uploadType=resumable&upload_id={ident}"
             return web.Response(headers={"Location": there})
         self._uploads[ident][3].extend(body)
-        bucket, name, first, data = self._uploads[ident]
+        bucket, name, first, whole = self._uploads[ident]
         total = request.headers.get("Content-Range", "*").rpartition("/")[2]
-        if total == "*" or len(data) < int(total):
-            return web.Response(status=308, headers={"Range": f"bytes=0-{len(data) - 1}"})
-        return self._put(bucket, name, bytes(data), first)
+        if total == "*" or len(whole) < int(total):
+            return web.Response(status=308, headers={"Range": f"bytes=0-{len(whole) - 1}"})
+        return self._put(bucket, name, bytes(whole), first)
 
     def _put(self, bucket: str, name: str, data: bytes, query: Query, **more: Any) -> web.Response:
         if not _holds(self.buckets[bucket].get(name), query):

@@ -34,10 +34,8 @@ class Road:
         self.calls, self.depth, self._arrived = Counter[CodeType](), 0, False
         walked, self.names = dict[int, FrameType](), dict[str, None]()
 
-        def see(frame: FrameType | None, event: str, called: object) -> None:
+        def see(frame: FrameType | None, event: str, _: object) -> None:
             stack = []
-            if event == "c_call" and getattr(called, "__name__", "") == "read_chunk_files":
-                self._arrived = True  # the compiled reader
             if event == "call" and frame is not None and _is_ours(frame):
                 self.names[_name(frame.f_code)] = None
                 code, place = frame.f_code, os.path.basename(str(frame.f_locals.get("path")))
@@ -53,14 +51,13 @@ class Road:
                     self.calls[code] += 1
                     self.depth = max(self.depth, len(stack))
                     is_chunk = code.co_name == "write_file" and f"{place}.".startswith("c.")
-                    is_read = code.co_name in ("read_chunk_files", "read_file")
-                    self._arrived = is_chunk or (is_read and code.co_filename.endswith("/files.py"))
+                    self._arrived = is_chunk or code.co_name == "read_at_once"
 
         for watch in (threading.setprofile, sys.setprofile):
             watch(see)
         work()
         for watch in (threading.setprofile, sys.setprofile):
-            watch(None)  # type: ignore[arg-type]
+            watch(None)
         self.walks = Counter(f.f_code.co_qualname for f in walked.values())
 
     def __str__(self) -> str:

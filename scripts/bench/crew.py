@@ -68,7 +68,7 @@ class Crew:
                 self._pipes.append(ours)
                 arguments = (rank, world, rendezvous, theirs.fileno())
                 command = [python, "-m", "bench.worker", *map(str, arguments)]
-                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 shared = [theirs.fileno()]
                 process = subprocess.Popen(command, env=environment, pass_fds=shared, **streams)
                 self._processes.append(process)

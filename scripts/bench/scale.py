@@ -52,12 +52,12 @@ def sizes(run: Run, turn: Turn) -> Figures:
 def _one_rank(world: int, tensors: int) -> Figures:
     """Preparation and manifest of a rank in the middle of the world, which holds a shard of every
     tensor: as under FSDP, the most that there can be."""
-    from shardstore.coverage import is_first
     from shardstore.mapping import ShardedTensor
     from shardstore.saving.plan import plan_writes
     from shardstore.state_dict_utils import save_preprocess
     from shardstore.storage.format.manifest import RankManifest
     from shardstore.storage.options import SaveOptions
+    from shardstore.strategies.zarr import _should_create_array
 
     rank = world // 2
     data = torch.zeros(4, 64, dtype=torch.bfloat16)
@@ -72,8 +72,8 @@ def _one_rank(world: int, tensors: int) -> Figures:
     records = _records(plan.writes[0].array)
     begin = time.perf_counter()
     manifest = RankManifest(rank)
-    for meta, first in zip(plan.arrays, map(is_first, plan.tensors), strict=True):
-        manifest.add_array(meta, created=first)
+    for meta, tensor in zip(plan.arrays, plan.tensors, strict=True):
+        manifest.add_array(meta, created=_should_create_array(tensor))
     for i, item in enumerate(plan.writes):
         manifest.add_chunk(item.array, item.index, records[i % RECORDS])
     packed = manifest.to_bytes()

@@ -104,7 +104,7 @@ class DcpOverShardstore(Dcp):
     words = "StorageWriter, checksums written and verified; sync: durable=True"
     syncs = False
 
-    def __init__(self, **saving: bool) -> None:
+    def __init__(self, **saving: Any) -> None:
         super().__init__()
         self._saving = saving
         self.settings += "".join(f"; {name}={value}" for name, value in saving.items())

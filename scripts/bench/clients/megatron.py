@@ -19,9 +19,9 @@ from bench.clients.base import Share, sharded_state_dict, sync_once
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     # Not installed where types are checked.
-    from megatron.core import dist_checkpointing  # type: ignore[import-not-found]
-    from megatron.core.dist_checkpointing import mapping  # type: ignore[import-not-found]
-    from megatron.core.dist_checkpointing.serialization import (  # type: ignore[import-not-found]
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import mapping
+    from megatron.core.dist_checkpointing.serialization import (
         get_default_save_sharded_strategy,
     )
 

@@ -13,7 +13,7 @@ from shardstore import mapping
 class Ours:
     """Backend ("zarr", 2) at its defaults: crc32c in every chunk, verified on load."""
 
-    def __init__(self, *, saving: dict[str, bool] | None = None, **options: Any) -> None:
+    def __init__(self, *, saving: dict[str, Any] | None = None, **options: Any) -> None:
         self._saving, self._options = saving or {}, options
         self._async_save = shardstore.async_save  # imported here, in no figure
         words = ["zarr v3, crc32c written and verified; sync: durable=True"]

@@ -128,7 +128,7 @@ def wrong_endpoint(url: str) -> str | None:
 
 
 def _wrong_config(config: Mapping[str, Any]) -> str | None:
-    from botocore.config import Config  # type: ignore[import-untyped]
+    from botocore.config import Config
 
     for name, value in config.items():
         try:
@@ -177,7 +177,7 @@ def secrets(options: Mapping[str, Any]) -> list[str]:
     """Return the credentials in the profile files, whatever the options are; an empty list if they
     cannot be read."""
     try:
-        import botocore.session  # type: ignore[import-untyped]
+        import botocore.session
 
         profiles = botocore.session.Session().full_config["profiles"].values()
     except Exception:  # a client that needs the files reports the error

@@ -67,9 +67,9 @@ _threads = ThreadPoolExecutor(REQUESTS, "shardstore-uploads")
 
 @lru_cache(maxsize=64)
 def _client(settings: S3Settings) -> Any:
-    import botocore.session  # type: ignore[import-untyped]
+    import botocore.session
     from botocore import UNSIGNED
-    from botocore.config import Config  # type: ignore[import-untyped]
+    from botocore.config import Config
 
     is_of_amazon = "amazonaws.com" in settings.endpoint
     style = "virtual" if settings.in_host else "auto" if is_of_amazon else "path"
