@@ -6,8 +6,11 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import sys
+from collections.abc import Callable, Container, Iterable
 from typing import Any, TypeAlias
+
+import torch
 
 from shardstore import dict_utils
 from shardstore.coverage import is_empty_range
@@ -132,6 +135,17 @@ def _require_value(value: object, path: dict_utils.Path) -> None:
         )
 
 
+def is_plain(value: object) -> bool:
+    """Return whether a value is a tensor of a layout that an array can have."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def has_dtensors(values: Iterable[Any]) -> bool:
+    """Return whether some of the values are DTensors."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # if imported
+    return any(isinstance(value, kind) for value in values)
+
+
 class StateSplit:
     """The parts of a state dict, made in one walk.
 
@@ -148,7 +162,9 @@ class StateSplit:
     Attributes:
         found: all tensors and objects, those that factories build included.
         shards: the paths of those that are saved or loaded, and these.
-        others: all other values, and those in tuples.
+        needs_adoption: whether sharded tensors must be made of values by
+            :func:`shardstore.dtensor.adoption.adopt`: of DTensors, and in a load without sharded
+            values of plain tensors.
         empty: the paths of the empty dicts and lists.
         common: the common values of a save.
         sharded, local: the shards and the unwrapped local values of a load.
@@ -174,13 +190,16 @@ class StateSplit:
         self._loading, self._adopt, self._keys = loading, adopt, keys
         self.found: list[ShardedTensor | ShardedObject] = []
         self.shards: list[tuple[dict_utils.Path, ShardedTensor | ShardedObject]] = []
-        self.others: list[Any] = []
+        self._others: list[Any] = []
         self.empty: list[dict_utils.Path] = []
         _, parts = self._walk(state, (), built=False)
         self.common: StateDict = parts.get(_COMMON, {})
         self.sharded: ShardedStateDict = parts.get(_SHARDED, {})
         self.local: StateDict = parts.get(_LOCAL, {})
         self.factories: ShardedStateDict = parts.get(_FACTORY, {})
+        self.needs_adoption = has_dtensors(self._others) or (
+            loading and not self.found and any(map(is_plain, self._others))
+        )
 
     def _walk(self, x: Any, path: dict_utils.Path, *, built: bool) -> _Walked:
         """Return the kinds of the values in ``x``, and its parts by kind."""
@@ -264,7 +283,7 @@ class StateSplit:
         for where, one in inside:
             if hasattr(one, "state_dict"):
                 _require_value(one, where)
-            self.others.append(one)
+            self._others.append(one)
         if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
             name = dict_utils.dotted(path)
             raise StructureError(

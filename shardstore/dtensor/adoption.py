@@ -17,17 +17,14 @@ that several ranks hold.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container
 from typing import Any, cast
-
-import torch
 
 from shardstore.dict_utils import Path, dotted, empty_like, leaves
 from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
 from shardstore.errors import AccessPatternError, KeyNameError
-from shardstore.mapping import ShardedBase, ShardedStateDict, StateDict
-from shardstore.state_dict_utils import check_state
+from shardstore.mapping import ShardedStateDict, StateDict
+from shardstore.state_dict_utils import check_state, has_dtensors, is_plain
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
@@ -50,26 +47,6 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
     """
     check_state(state_dict)
     return adopt(state_dict)
-
-
-def needs_adoption(values: Sequence[Any], shards: Sequence[ShardedBase]) -> bool:
-    """Return whether a load needs :func:`adopt`.
-
-    Args:
-        values: the values of the state dict that are not sharded.
-        shards: the others.
-    """
-    return has_dtensors(values) or (not shards and any(map(_is_plain, values)))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def has_dtensors(values: Iterable[Any]) -> bool:
-    """Return whether some of the values are DTensors."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # if imported
-    return any(isinstance(value, kind) for value in values)
 
 
 def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
@@ -103,7 +80,7 @@ def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
             )
         if has_dtensors([value]):
             return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
-        if _is_plain(value) and (stored is None or dotted(path) in stored):
+        if is_plain(value) and (stored is None or dotted(path) in stored):
             return ClaimedTensor.from_rank_offsets(key_of(path), value)
         return value
 

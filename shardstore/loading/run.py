@@ -27,7 +27,7 @@ from shardstore.dict_utils import Path as StatePath
 from shardstore.dict_utils import dict_list_map_outplace, dotted, shaped_like, united
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
-from shardstore.dtensor.adoption import adopt, needs_adoption
+from shardstore.dtensor.adoption import adopt
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims, is_claimed
 from shardstore.loading.context import LoadContext, read_documents
 from shardstore.loading.plan import with_destinations
@@ -329,7 +329,7 @@ def _requested(
 ) -> set[str] | None:
     """Do for one rank alone what :meth:`_Decision.make` does: check its shards, and return their
     keys."""
-    if needs_adoption(wanted.others, wanted.found):
+    if wanted.needs_adoption:
         return None
     shards = [shard for _, shard in wanted.shards]
     is_checked = request.validate_access_integrity and stored.documents[CONFIG_FNAME] is not None
@@ -368,9 +368,7 @@ def _report(
     has_empty = compared and any(wanted.empty)
     groups = () if is_final else (group,)
     shards = [shard for _, shard in wanted.shards]
-    if not is_final and (
-        needs_adoption(wanted.others, wanted.found) or any(map(is_claimed, shards))
-    ):
+    if not is_final and (wanted.needs_adoption or any(map(is_claimed, shards))):
         return _Report(None, has_empty, groups)
     return _Report(coverage.report_shards(shards if compared else ()), has_empty, groups)
 
@@ -450,7 +448,7 @@ def _adopted(request: LoadRequest, opened: Opened) -> Opened:
         strategy, _ = validation.verify_checkpoint_and_load_strategy(
             context.stored, request.sharded_strategy
         )
-        if needs_adoption(wanted.others, wanted.found):
+        if wanted.needs_adoption:
             stored = called(strategy.load_tensors_metadata, context)
             state = adopt(state, stored)
             wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))

@@ -21,7 +21,7 @@ from shardstore import errors, mapping, validation
 from shardstore.coverage import check_same, digest_of, needing_layouts, report_shards
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import adopt, has_dtensors
+from shardstore.dtensor.adoption import adopt
 from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.saving import plain, replicas
@@ -152,7 +152,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
         )
     held = partial(claimed, ranks.members)
     split = StateSplit(request.state, loading=False, adopt=held)
-    if arrays or has_dtensors(split.others):
+    if arrays or split.needs_adoption:
         split = StateSplit(adopt(request.state), loading=False, adopt=held)
     tensors, values = ((one.backend, one.version) if one else None for one in strategies)
     about = RootContent(common_backend=values, sharded_backend=tensors or ("", 0))

@@ -3,6 +3,8 @@ tensors lie in memory. The kernel's own peak of a fresh process, in bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -66,9 +68,14 @@ def grown(
 def test_chunks_under_way_keep_to_the_budget(
     s3_server: S3Server, kind: str, compression: str | None
 ) -> None:
+    keeps_to_the_budget(s3_server, grown, kind, compression)
+
+
+def keeps_to_the_budget(s3_server: S3Server, work: Callable[..., int], *arguments: object) -> None:
+    """One of some processes takes at most :data:`LIMIT`."""
     url, options = f"s3://{s3_server.new_bucket()}", s3_server.storage_options
     for number in range(TRIES):
-        (size,) = run_ranks(grown, 1, f"{url}/{number}", options, kind, compression)
+        (size,) = run_ranks(work, 1, f"{url}/{number}", options, *arguments)
         if size <= LIMIT:
             break
     assert size <= LIMIT, f"{size / MIB:.1f} MiB of at most {LIMIT / MIB:.1f}"
@@ -97,9 +104,7 @@ def packed(rank: int, world: int, url: str, options: dict[str, str]) -> int:
 
 
 def test_packs_keep_to_the_budget(s3_server: S3Server) -> None:
-    url, options = f"s3://{s3_server.new_bucket()}", s3_server.storage_options
-    (size,) = run_ranks(packed, 1, url, options)
-    assert size <= BUDGET, f"{size / MIB:.1f} MiB of {BUDGET / MIB:.1f}"
+    keeps_to_the_budget(s3_server, packed)
 
 
 def moved(rank: int, world: int, url: str, options: dict[str, str], how: str) -> int:

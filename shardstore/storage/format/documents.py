@@ -177,16 +177,15 @@ def array_of_one_chunk(key: str, shape: tuple[int, ...], dtype: str) -> ArrayMet
 _dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def _named(name: str, **configuration: object) -> dict[str, Any]:
-    return {"name": name, "configuration": configuration} if configuration else {"name": name}
-
-
 @lru_cache(maxsize=256)
 def _codec_documents(dtype: str, codecs: tuple[str, ...] | None) -> list[dict[str, Any]]:
     itemsize = dtypes.itemsize(dtype)
     configurations = {**COMPRESSORS, "bytes": {"endian": "little"} if itemsize > 1 else {}}
     configurations["blosc"] = {"typesize": itemsize, **configurations["blosc"]}
-    return [_named(n, **configurations.get(n, {})) for n in ("bytes", *(codecs or ()))]
+    return [
+        {"name": name, **({"configuration": found} if (found := configurations.get(name)) else {})}
+        for name in ("bytes", *(codecs or ()))
+    ]
 
 
 def array_document(meta: ArrayMeta) -> str:
@@ -217,8 +216,11 @@ def array_document(meta: ArrayMeta) -> str:
             "node_type": "array",
             "shape": shape,
             "data_type": meta.dtype,
-            "chunk_grid": _named("regular", chunk_shape=chunk_shape),
-            "chunk_key_encoding": _named("default", separator=meta.separator),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": meta.separator},
+            },
             "fill_value": dtypes.fill_value(meta.dtype, fill_bits),
             "codecs": _codec_documents(meta.dtype, meta.codecs),
             # xarray requires one length for all axes of the same name, so names have the key.
@@ -451,12 +453,12 @@ def parse_array(
     chunk_shape = document.chunk_grid.configuration.chunk_shape
     shared = bytes(document.codecs), bytes(document.chunk_key_encoding)
     try:
-        layout = _layout(document.shape, chunk_shape, *shared)
+        own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
+    except msgspec.ValidationError:
+        own = _Own()  # attributes of another program
+    try:
+        layout = _layout(document.shape, chunk_shape, own.shard_shape, *shared)
         dtypes.check(document.data_type, url)
-        try:
-            own = _ATTRIBUTES.decode(document.attributes).shardstore or _Own()
-        except msgspec.ValidationError:
-            own = _Own()  # attributes of another program
         constant = (
             own.constant and constants and dtypes.bits_of(document.data_type, document.fill_value)
         )
@@ -471,7 +473,7 @@ def parse_array(
         document.data_type,
         layout.codecs,
         separator=layout.separator,
-        shard_shape=_shards(own.shard_shape, layout.grid),
+        shard_shape=layout.shard_shape,
         document=text if layout.codecs is None else None,
         crcs=_numbers(sums, layout.chunks) if isinstance(sums, str) else None,
         sizes=_numbers(sizes, layout.chunks) if isinstance(sizes, str) else None,
@@ -484,6 +486,7 @@ class _Layout(NamedTuple):
     """Attributes of :class:`ArrayMeta`, and the number of chunks."""
 
     grid: Grid
+    shard_shape: Shape | None
     chunks: int
     codecs: tuple[str, ...] | None
     separator: str
@@ -491,7 +494,9 @@ class _Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)  # a model has many arrays of few layouts
-def _layout(shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes) -> _Layout:
+def _layout(
+    shape: Shape, chunk_shape: Shape, shards: Shape | None, codecs: bytes, encoding: bytes
+) -> _Layout:
     _require_possible(shape, chunk_shape)
     if 0 in chunk_shape:
         raise ValueError(f"chunk shape {chunk_shape} for shape {shape}")
@@ -504,8 +509,8 @@ def _layout(shape: Shape, chunk_shape: Shape, codecs: bytes, encoding: bytes) ->
     little = (first.configuration or {}).get("endian", "little") == "little"
     chain = tuple(codec.name for codec in others)
     known = first.name == "bytes" and little and chain in _CHAINS and not v2_keys
-    grid = Grid(shape, chunk_shape)
-    return _Layout(grid, grid.size, chain if known else None, separator, v2_keys)
+    grid, codec_names = Grid(shape, chunk_shape), chain if known else None
+    return _Layout(grid, _shards(shards, grid), grid.size, codec_names, separator, v2_keys)
 
 
 def _shards(shape: Shape | None, grid: Grid) -> Shape | None:

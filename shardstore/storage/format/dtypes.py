@@ -82,6 +82,7 @@ def check(name: object, url: str | None = None) -> None:
         )
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy data type of a Zarr name; from ml_dtypes for types that NumPy lacks, and a
     structured type for :data:`PACKED`.
@@ -89,15 +90,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         DTypeMismatchError: this version does not read the data type.
     """
-    check(name)
-    return _numpy_dtype(name)
-
-
-@cache
-def _numpy_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes  # noqa: F401 (teaches NumPy the types that it lacks)
     import numpy as np
 
+    check(name)
     return np.dtype(_FIELDS.get(name, name))
 
 
@@ -116,13 +112,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
+@cache
 def itemsize(name: str) -> int:
     """Return the size of an element in bytes. Raise errors as :func:`numpy_dtype`."""
-    try:
-        return _ITEMSIZES[name]
-    except (KeyError, TypeError):  # a name of another type
-        check(name)
-        raise
+    check(name)
+    return _ITEMSIZES[name]
 
 
 @lru_cache(maxsize=256)  # a checkpoint has few data types

@@ -1,5 +1,4 @@
-"""Counts the bytes, chunks and documents that this process reads and writes, for benchmarks and
-tests."""
+"""Counts the bytes and chunks that this process reads and writes, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ class Counters(Counter[str]):
 
     ``bytes_read`` and ``bytes_written`` are bytes of chunks read from and written to the store,
     ``chunks_read`` and ``chunks_written`` their numbers. ``bytes_reused`` are bytes of chunks that
-    were hard-linked, or copied by the store, and not written. ``documents_read`` is the number of
-    small documents read (zarr.json, manifest, common state).
+    were hard-linked, or copied by the store, and not written.
     """
 
     def add(self, **amounts: int) -> None:

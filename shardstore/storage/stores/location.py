@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from shardstore.errors import ArgumentError, CheckpointingException, StorageError, damaged
-from shardstore.storage.runtime.counters import counters
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
@@ -297,7 +296,6 @@ class Location(ABC):
 
     def read_if_there(self, name: str, most: int | None = None) -> bytes | None:
         """See :meth:`read`; ``None`` if there is no such document."""
-        counters.add(documents_read=1)
         found = self.read_range(name, 0, None if most is None else most + 1)
         require_size(found, f"{self.url}/{name}", most)
         return found

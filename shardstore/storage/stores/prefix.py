@@ -15,7 +15,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import StorageError
-from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.location import Location, StoreUrl, require_size
 from shardstore.storage.stores.object_io import ObjectIO, Request, joined, run_requests
@@ -84,7 +83,6 @@ class ObjectPrefix(Location):
         self, names: Sequence[str], sizes: Sequence[int | None] = ()
     ) -> list[bytes | None]:
         """See :meth:`Location.read_many`."""
-        counters.add(documents_read=len(names))
         if not names:
             return []
         io = self.io()
@@ -97,7 +95,6 @@ class ObjectPrefix(Location):
 
     def read_ahead(self, names: Sequence[str], size: int) -> dict[str, bytes | None]:
         """See :meth:`Location.read_ahead`."""
-        counters.add(documents_read=len(names))
         starts: list[Callable[[], bytes | None]] = [
             partial(self.read_range, name, 0, size) for name in names
         ]
