@@ -50,7 +50,8 @@ class AxisCut(NamedTuple):
     split_factor: int = 1
 
 
-def held(length: int, cuts: Sequence[AxisCut], indices: Sequence[int]) -> Runs:
+@lru_cache(maxsize=4096)
+def held(length: int, cuts: tuple[AxisCut, ...], indices: tuple[int, ...]) -> Runs:
     """Return the runs of an axis that a coordinate of the mesh holds.
 
     Args:
@@ -154,7 +155,8 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
                 "sum; redistribute it first (tensor.redistribute(placements=[Replicate()]))",
                 key=key,
             )
-    runs = [held(*about) for about in zip(shape, cuts, indices, strict=True)]
+    axes = list(map(tuple, cuts))
+    runs = [held(n, *about) for n, *about in zip(shape, axes, map(tuple, indices), strict=True)]
     is_empty = not math.prod(shape)
     if not all(runs) and not is_empty:
         return mapping.LocalNonpersistentObject(tensor)
@@ -169,11 +171,10 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     replica_id: mapping.ReplicaId = tuple(replica) or 0
     if is_empty:
         # No rank holds an element, and one rank creates the array.
-        runs, cuts, replica_id = [((0, n),) for n in shape], [[] for _ in shape], tuple(coordinate)
+        runs, axes, replica_id = [((0, n),) for n in shape], [()] * len(shape), tuple(coordinate)
         local = local.new_empty(shape)
 
     def build(*_: object) -> mapping.ShardedStateDict:
-        axes = list(map(tuple, cuts))
         shards = _shards(key, local, shape, axes, runs, not loading, replica_id, _ranks_of(mesh))
         return {str(i): shard for i, shard in enumerate(shards)}
 
