@@ -124,8 +124,8 @@ def require_dict(state_dict: object) -> None:
 
 
 def _require_value(value: object, path: dict_utils.Path) -> None:
-    """Refuse an object that has a state dict."""
-    if hasattr(value, "load_state_dict"):
+    """Refuse an object that has a state dict. A class is a value, not such an object."""
+    if hasattr(value, "load_state_dict") and not isinstance(value, type):
         name = dict_utils.dotted(path)
         raise StructureError(
             f"the value at {name!r} is a {type(value).__name__}, an object that has a state dict: "

@@ -394,6 +394,26 @@ def test_what_the_program_allows(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+class OwnOptimizer(torch.optim.SGD):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a file called it")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OwnOptimizer])
+def test_classes_of_optimizers_are_values_that_no_file_calls(kind: Any, tmp_path: Path) -> None:
+    """Megatron-Core's offloaded optimizer has the classes of its parts in its groups."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    groups = torch.optim.Optimizer([weight], {"lr": 0.1, "cpu_optimizer_cls": kind}).param_groups
+    kept = {name: value for name, value in groups[0].items() if name != "params"}
+    for state in ({"param_groups": [kept]}, {"kind": kind}):
+        shardstore.save(state, tmp_path / "c", overwrite=True)
+        assert shardstore.load({}, tmp_path / "c") == state
+    named = f"c{kind.__module__}\n{kind.__name__}\n".encode()
+    for call in (pickle.REDUCE, pickle.NEWOBJ):
+        with pytest.raises(CheckpointingException, match="a call"):
+            load_bytes(archive(b"\x80\x02" + named + b"]\x85" + call + b"."), "/place/common.pt")
+
+
 @pytest.mark.parametrize(
     ("held", "name"),
     [
