@@ -354,14 +354,20 @@ def _without_data(key: str, rank: int) -> CheckpointingException:
 
 def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
     shape = tensor.global_shape
-    if box.size and not (is_within(box, shape) and meta.grid.is_aligned(box)):
-        raise AccessPatternError(
-            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
+    if not box.size or (is_within(box, shape) and meta.grid.is_aligned(box)):
+        return
+    if not is_within(box, shape):
+        why = f"reaches beyond the global shape {shape}; check offset and global shape"
+    else:
+        why = (
             f"does not match axis_fragmentations={tensor.axis_fragmentations} of global shape "
             f"{shape} (shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
-            "axis_fragmentations=None for an irregular cut within the global shape",
-            key=tensor.key,
+            "axis_fragmentations=None for an irregular cut"
         )
+    raise AccessPatternError(
+        f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} {why}",
+        key=tensor.key,
+    )
 
 
 # -- flattened ranges ----------------------------------------------------------------------------
