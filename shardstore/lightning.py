@@ -27,7 +27,9 @@ import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dcp.background import Background
 from shardstore.dcp.installation import Place
+from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
+from shardstore.dtensor.adoption import has_dtensors
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.options import require_bool
@@ -86,6 +88,10 @@ class _Stored(_Strategy):  # type: ignore[misc]
 
     def _write(self, place: Location, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
         def pickled(_: object) -> None:
+            for at, value in leaves(rest):
+                if has_dtensors([value]):
+                    what = f"{dotted(at)!r} is a DTensor, of which rank 0 would pickle its own part"
+                    raise ArgumentError(f"{what}: give its full_tensor(), which all ranks call")
             torch.save(rest, buffer := io.BytesIO())
             tensors[META] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
@@ -97,9 +103,9 @@ class _Stored(_Strategy):  # type: ignore[misc]
             save_dcp(tensors, storage_writer=writer)
 
     def _read(
-        self, place: Location, members: Mapping[str, Any], strict: bool, weights_only: bool | None
+        self, place: Location, members: dict[str, Any], strict: bool, weights_only: bool | None
     ) -> dict[str, Any] | None:
-        """Load models and optimizers, and return what is no tensor; ``None`` for a local folder
+        """Load the members of a state, and return what is no tensor; ``None`` for a local folder
         that Lightning wrote."""
 
         def meta() -> bytes | None:
@@ -118,16 +124,26 @@ class _Stored(_Strategy):  # type: ignore[misc]
         for key, one in members.items():
             if one is model:
                 of_torch.set_model_state_dict(one, state[key], options=options)
-            else:
+            elif isinstance(one, torch.optim.Optimizer):
                 of_torch.set_optimizer_state_dict(model, one, state[key], options=options)
+            else:
+                members[key] = state[key]
         return dict(torch.load(io.BytesIO(data), weights_only=weights_only))
 
 
 def _parts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model and the optimizers of a state, and the rest."""
-    kinds = (torch.nn.Module, torch.optim.Optimizer)
-    members = {key: one for key, one in state.items() if isinstance(one, kinds)}
-    return members, {key: one for key, one in state.items() if key not in members}
+    """Return the members of a state of which ranks hold parts (model, optimizers, and what has
+    DTensors, such as averaged weights), and the rest."""
+    members: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, one in state.items():
+        if isinstance(one, torch.nn.Module | torch.optim.Optimizer):
+            members[key] = one
+            continue
+        value = one.state_dict() if hasattr(one, "state_dict") else one
+        is_sharded = has_dtensors(each for _, each in leaves({key: value}))
+        (members if is_sharded else rest)[key] = value
+    return members, rest
 
 
 def _model_of(members: Mapping[str, Any]) -> torch.nn.Module:
@@ -141,14 +157,17 @@ def _model_of(members: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def _states(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dicts of a model and its optimizers."""
+    """Return the state dicts of a model and its optimizers, and the other members as they are."""
     model = _model_of(members)
-    return {
-        key: of_torch.get_model_state_dict(model)
-        if one is model
-        else of_torch.get_optimizer_state_dict(model, one)
-        for key, one in members.items()
-    }
+    states: dict[str, Any] = {}
+    for key, one in members.items():
+        if one is model:
+            states[key] = of_torch.get_model_state_dict(model)
+        elif isinstance(one, torch.optim.Optimizer):
+            states[key] = of_torch.get_optimizer_state_dict(model, one)
+        else:
+            states[key] = one
+    return states
 
 
 class _OfFabric(_Stored):
@@ -161,7 +180,6 @@ class _OfFabric(_Stored):
         if filter is not None:
             raise ArgumentError("filter= does not go with sharded checkpoints: leave it out")
         members, rest = _parts(state)
-        rest = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in rest.items()}
         self._write(self._place(path, storage_options), _states(members), rest)
 
     def load_checkpoint(
@@ -177,7 +195,7 @@ class _OfFabric(_Stored):
         if strict and (missing := sorted(set(rest) - set(found))):
             what = f" has no {missing[0]!r}; load with strict=False, or without this key"
             raise place.error(what, MissingKeyError)
-        state.update({key: found.pop(key) for key in rest if key in found})
+        state.update(members | {key: found.pop(key) for key in rest if key in found})
         return found
 
 

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.strategies
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.lightning import with_storage
@@ -61,6 +64,12 @@ def main() -> None:
     strategy.load_checkpoint(place, {"a": more}, strict=False)
     assert torch.equal(more.weight, model.weight)
     assert torch.equal(more.extra, torch.ones(3))
+    trained = with_storage(lightning.pytorch.strategies.ModelParallelStrategy)()
+    whole = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+    state = {"state_dict": {}, "callbacks": {"Mean": {"weights": [whole]}}}
+    require(
+        Exception, "'callbacks.Mean.weights.0' is a DTensor", trained.save_checkpoint, state, place
+    )
     dist.destroy_process_group()
 
 
