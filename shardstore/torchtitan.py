@@ -232,8 +232,10 @@ class _Manager(_Titan):  # type: ignore[misc]
 
 
 def _state(states: Mapping[str, Any]) -> StateDict:
-    """Return the state of members of the training state, with that of the model at the top."""
-    parts = {key: part.state_dict() for key, part in states.items() if key != MODEL}
+    """Return the state of members of the training state, with that of the model at the top. A dict
+    is its own state, as in torchtitan's managers."""
+    parts = {key: one for key, one in states.items() if key != MODEL}
+    parts = {k: v if isinstance(v, dict) else v.state_dict() for k, v in parts.items()}
     return {**states[MODEL].state_dict(), **parts}
 
 
@@ -243,7 +245,8 @@ def _give(states: Mapping[str, Any], loaded: StateDict, url: str) -> None:
     def given() -> None:
         for key, part in states.items():
             try:
-                part.load_state_dict(loaded if key == MODEL else loaded[key])
+                accept = part.update if isinstance(part, dict) else part.load_state_dict
+                accept(loaded if key == MODEL else loaded[key])
             except Exception as error:
                 text = f"{key!r} does not accept its state in {url}: {described(error)}"
                 remedy = f"to load without it, set exclude_from_loading=[{key!r}]"

@@ -75,7 +75,7 @@ def test_a_killed_run_resumes_with_the_same_losses(
     killed(python, {**common, "die_in_save": 10, "seed": 1})
     assert shardstore.latest(url, storage_options=options) == folder.child("step-8").url
     (found,) = runs(python, {**common, "seed": 2})
-    assert found["from"] == 8
+    assert (found["from"], found["counts"]) == (8, [8, 32, 32])
     assert found["losses"] == unbroken[True][8:]
     manager = shardstore.CheckpointManager(url, storage_options=options)
     assert manager.steps() == [8, 10]  # keep_latest_k
@@ -167,6 +167,7 @@ def test_options(python: Path, tmp_path: Path) -> None:
     assert (initial["from"], initial["weight"]) == (0, weight)
     assert (whole_state["from"], whole_state["weight"]) == (4, weight)
     assert (from_dcp["from"], from_dcp["weight"]) == (2, own["trained"])
+    assert [found["counts"][0] for found in (initial, whole_state, from_dcp)] == [0, 4, 2]
     assert (back["from"], back["weight"] != weight) == (2, True)
     *errors, excluded, _ = errors
     assert all("error" in found for found in errors)

@@ -158,6 +158,7 @@ class Run:
         self.optimizers = OptimizersContainer(optimizer, model_parts=[self.model])
         self.schedulers = LRSchedulersContainer(self.optimizers, lambda step: 1 / (1 + step))
         self.progress = Progress(dist.get_rank() == asked.refuses)
+        self.counts: dict[str, Any] = {"batches": 0, "seen": torch.zeros(2)}
         rank, size = dist.get_rank(), dist.get_world_size()
         numbers = Numbers(rank)
         self.loader = (
@@ -175,7 +176,7 @@ class Run:
             model_parts=[self.model],
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
-            states={"train_state": self.progress},
+            states={"train_state": self.progress, "counts": self.counts},
             sd_adapter=Adapter() if asked.adapter else None,
             base_folder=asked.base,
         )
@@ -186,6 +187,8 @@ class Run:
         batches = None if self.loader is None else iter(self.loader)
         while self.progress.step < self.asked.steps:
             self.progress.step += 1
+            self.counts["batches"] += 1
+            self.counts["seen"] += 4
             torch.manual_seed(self.progress.step)
             batch = torch.randn(4, 6) if batches is None else next(batches)
             self.optimizers.zero_grad()
@@ -225,6 +228,7 @@ def one(asked: Asked) -> dict[str, Any]:
         run = Run(asked)
         loaded = run.manager.load(asked.load_step)
         found = {"loaded": loaded, "from": run.progress.step, "weight": _whole(run.model)}
+        found["counts"] = [run.counts["batches"], *run.counts["seen"].tolist()]
         found["losses"] = run.train()
         found["trained"] = _whole(run.model)
         if asked.reloads:
