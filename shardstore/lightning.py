@@ -14,6 +14,7 @@ Lightning is not imported with this module. The classes override ``save_checkpoi
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,6 +93,8 @@ class _Stored(_Strategy):  # type: ignore[misc]
                 if has_dtensors([value]):
                     what = f"{dotted(at)!r} is a DTensor, of which rank 0 would pickle its own part"
                     raise ArgumentError(f"{what}: give its full_tensor(), which all ranks call")
+            if place.is_local:  # the program may put files beside it, or a link to it, at once
+                os.makedirs(os.path.dirname(place.url), exist_ok=True)
             torch.save(rest, buffer := io.BytesIO())
             tensors[META] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 

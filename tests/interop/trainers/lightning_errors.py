@@ -64,6 +64,11 @@ def main() -> None:
     strategy.load_checkpoint(place, {"a": more}, strict=False)
     assert torch.equal(more.weight, model.weight)
     assert torch.equal(more.extra, torch.ones(3))
+    place = Path(sys.argv[1], "run", "one.ckpt")
+    background = fsdp2(lambda model, mesh: model, asynchronous=True)
+    background.save_checkpoint(place, {"a": model})
+    place.with_name("last.ckpt").symlink_to(place.name)  # as of ModelCheckpoint, at once
+    background.load_checkpoint(place.with_name("last.ckpt"), {"a": torch.nn.Linear(2, 1)})
     trained = with_storage(lightning.pytorch.strategies.ModelParallelStrategy)()
     whole = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
     state = {"state_dict": {}, "callbacks": {"Mean": {"weights": [whole]}}}
