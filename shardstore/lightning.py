@@ -30,8 +30,8 @@ from shardstore.dcp.background import Background
 from shardstore.dcp.installation import Place
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.adoption import has_dtensors
 from shardstore.errors import ArgumentError, MissingKeyError
+from shardstore.state_dict_utils import has_dtensors
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.options import require_bool
 from shardstore.storage.stores.location import Location
