@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
 
@@ -60,11 +60,30 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[Size, Size]
 
 
+Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
+"""Key in a state dict -> name in the files, as a mapping of those that differ or a function."""
 Place = tuple[str, int]
 """Name of a tensor's file, and the offset of the tensor in it, in bytes."""
 
 _FILE_NAME = re.compile(r"(?!\.)[^\x00-\x1f/\\:?#%]{1,255}")
 """Names that stay in their folder, and set no option of a URL."""
+
+
+def name_of(key: str, names: Names) -> str | None:
+    """Return the name of a tensor in the files; ``None``: it is left out.
+
+    Raises:
+        ArgumentError: ``names`` is neither a mapping nor a function, or gives no text.
+    """
+    if not (names is None or callable(names) or isinstance(names, Mapping)):
+        raise errors.ArgumentError(f"names={names!r:.100} must be a mapping or a function")
+    given = {} if names is None else names
+    found = given.get(key, key) if isinstance(given, Mapping) else given(key)
+    if not isinstance(found, str | None) or found == "":
+        raise errors.ArgumentError(
+            f"names gives key {key!r} the name {found!r}; give a text or None"
+        )
+    return found
 
 
 def damaged(path: str, what: object) -> errors.DamagedCheckpointError:
@@ -282,10 +301,10 @@ def _named(place: Location) -> tuple[Location, str]:
     names = place.listing()
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(".safetensors")]
-    if len(indices) == 1:
-        return place, indices[0]
-    if len(files) == 1 and not re.search(r"-of-(?!00001\.)\d{5}\.", files[0]):  # a part of several
-        return place, files[0]
+    index, single = ([name] if name in names else [] for name in MODEL_COMMITS)
+    for some in (index, indices, single, files):
+        if len(some) == 1 and not re.search(r"-of-(?!00001\.)\d{5}\.", some[0]):  # not a part
+            return place, some[0]
     if place.is_missing():
         raise place.error(" does not exist", errors.NotACheckpointError)
     if place.is_file():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -23,8 +23,8 @@ from shardstore.dtensor.adoption import adopt
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.hf import sharing
 from shardstore.hf.blocks import Block
-from shardstore.hf.files import WeightFiles
-from shardstore.hf.rules import SCALE_SUFFIX, Rule, Scaled, Source, Sources
+from shardstore.hf.files import Names, WeightFiles, name_of
+from shardstore.hf.rules import SCALE_SUFFIXES, Rule, Scaled, Source, Sources
 from shardstore.hf.urls import locate, shown_url
 from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import (
@@ -55,9 +55,6 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 4 * 1024 * 1024
 """Size of the parts of a tensor that the ranks of a replica group read and send."""
 
-Names: TypeAlias = Mapping[str, str] | Callable[[str], str]
-"""Key in the state dict -> name in the files, as a mapping of those that differ or a function."""
-
 
 def load(
     state_dict: mapping.StateDict,
@@ -65,7 +62,7 @@ def load(
     *,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     cast: bool | Literal["warn"] = False,
-    names: Names | None = None,
+    names: Names = None,
     rules: Mapping[str, Rule] | None = None,
     dequantize: Sequence[int] | None = (128, 128),
     process_group: Any = None,
@@ -92,14 +89,17 @@ def load(
             names, ``model.safetensors.index.json`` or ``model.safetensors`` is read.
         strict: what to do about keys that only the files or only the state dict has, see
             :class:`~shardstore.validation.StrictHandling`. A key that the files lack is loaded with
-            another key if both are the same tensor, as tied weights are.
+            another key if both are the same tensor, as tied weights are, or if they were so at the
+            save.
         cast: see :func:`shardstore.load`.
         names: the names in the files, as key -> name or a function of the key; by default the keys.
+            ``None`` as a name is an error.
         rules: template of a name -> how the tensor is made of stored tensors, see
             :mod:`shardstore.hf.rules`. The first that matches counts.
         dequantize: shape of the blocks of float8 weights whose scales are stored as
-            ``<name>_scale_inv``. A tensor of another data type than float8 gets the values times
-            their scales. ``None``: the scales are tensors like others.
+            ``<name>_scale_inv`` or ``<name>_scale``; along an axis there may also be a scale for
+            each position, or one for all. A tensor of another data type than float8 gets the values
+            times their scales. ``None``: the scales are tensors like others.
         process_group: see :func:`shardstore.load`.
         storage_options: see :func:`shardstore.save`; for ``hf://``, ``token``.
         map_location: see :func:`shardstore.load`.
@@ -156,14 +156,12 @@ def load(
 class _Call(LoadRequest):
     """The arguments of :func:`load` on one rank."""
 
-    names: Names | None
+    names: Names
     rules: Mapping[str, Rule] | None
     dequantize: Sequence[int] | None
 
     def check(self) -> None:
         """Raise :class:`ArgumentError` if one of the arguments of this module is wrong."""
-        if not (self.names is None or callable(self.names) or isinstance(self.names, Mapping)):
-            raise ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
         rules = self.rules if isinstance(self.rules, Mapping) else {"": self.rules}
         if self.rules is not None and not all(
             isinstance(name, str) and (isinstance(rule, str) or callable(rule))
@@ -183,13 +181,7 @@ class _Call(LoadRequest):
     def sources(self, files: WeightFiles) -> Sources:
         """Return the tensors in the files, as the rules see them."""
         block = None if self.dequantize is None else tuple(self.dequantize)
-        return Sources(files.arrays, files.location.url, self.rules or {}, block)
-
-    def name_of(self, key: str) -> str:
-        """Return the name of a key in the files."""
-        if self.names is None:
-            return key
-        return self.names.get(key, key) if isinstance(self.names, Mapping) else self.names(key)
+        return Sources(files.arrays, files.location.url, self.rules or {}, files.metadata, block)
 
 
 @dataclass(frozen=True)
@@ -280,7 +272,12 @@ class _Loading:
             key = entry.key
             if key in found or key in lost:
                 continue
-            name = self.call.name_of(key)
+            if (name := name_of(key, self.call.names)) is None:
+                raise ArgumentError(
+                    f"{self.what}: names= gives the key {key!r} no name; leave it out of the state "
+                    "dict",
+                    key=key,
+                )
             if of_name.setdefault(name, key) != key:
                 raise ArgumentError(
                     f"{self.what}: names= gives the keys {of_name[name]!r} and {key!r} the same "
@@ -296,7 +293,11 @@ class _Loading:
                 lost[key] = str(error.key)
         held = {_memory(t): t.key for t in entries if t.key in found}
         tied = {t.key for t in entries if t.key in lost and _memory(t) in held}
-        unexpected = set(lost) - tied
+        for entry in (t for t in entries if t.key in lost and t.key not in tied):
+            other = sources.ties.get(lost[entry.key], "")
+            if other in sources.arrays and isinstance(entry, mapping.ShardedTensor):
+                found[entry.key] = sources.of(other, entry.dtype)  # tied when it was saved
+        unexpected = set(lost) - tied - set(found)
         if unexpected and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.call.mode):
             name = next(name for key, name in lost.items() if key in unexpected)
             more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
@@ -342,7 +343,7 @@ class _Loading:
         return [
             (region.array.key, region.box)
             for region in regions
-            if not region.array.key.endswith(SCALE_SUFFIX) and sharing.is_scattered(region)
+            if not region.array.key.endswith(SCALE_SUFFIXES) and sharing.is_scattered(region)
         ]
 
     def _wanted(self, reports: Sequence[bytes]) -> bytes:
@@ -379,7 +380,7 @@ class _Loading:
             if blocks:
                 meter.tell("move", bytes_total=sum(region.out.nbytes for region in shared))
                 sharing.read_shared(self.call.ranks, blocks, shared, files.read_range, meter.count)
-        if self.call.dequantize and any(key.endswith(SCALE_SUFFIX) for key in arrays):
+        if self.call.dequantize and any(key.endswith(SCALE_SUFFIXES) for key in arrays):
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in dict_utils.nested_values(wanted) if t.key in match.tied}
         loaded = assemble(plan, wanted, files.location.url, tied)

@@ -31,7 +31,8 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Shape
 
-SCALE_SUFFIX = "_scale_inv"
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+"""Ends of the names of a weight's scales: DeepSeek-V3's, and those of compressed-tensors."""
 SCALED_ELEMENTS = 1024 * 1024
 """Number of elements that are multiplied by their scales at a time."""
 
@@ -140,7 +141,7 @@ def index(rule: Rule, at: str | int) -> Rule:
     def made(fields: Fields, sources: Sources) -> Source:
         whole = sources.made(rule, fields)
         position = int(str(at).format_map(fields))
-        if position >= whole.shape[0]:
+        if not 0 <= position < whole.shape[0]:
             key = f"{min(whole.keys)}[{position}]"
             raise errors.MissingKeyError(f"{key!r} is not stored in {sources.url}", key=key)
 
@@ -183,12 +184,14 @@ class Sources:
         arrays: name -> stored tensor.
         url: URL of the files, for error texts.
         rules: template of a key -> rule.
+        ties: name of a tied weight that was left out at the save -> the name that is stored.
         block_shape: shape of the blocks that have one scale; ``None``: scales are not applied.
     """
 
     arrays: Mapping[str, ArrayMeta]
     url: str
     rules: Mapping[str, Rule]
+    ties: Mapping[str, str]
     block_shape: tuple[int, ...] | None
 
     def of(self, key: str, dtype: torch.dtype) -> Source:
@@ -220,12 +223,13 @@ class Sources:
     def _stored(self, key: str, dtype: str) -> Source:
         if key not in self.arrays:
             raise errors.MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
-        array, scale = self.arrays[key], self.arrays.get(key + SCALE_SUFFIX)
+        array = self.arrays[key]
+        scales = [self.arrays[key + end] for end in SCALE_SUFFIXES if key + end in self.arrays]
         if not array.dtype.startswith("float8") or dtype.startswith("float8"):
             return _stored(array)
-        if scale is None or self.block_shape is None:
+        if not scales or self.block_shape is None:
             return _stored(array)
-        return _quantised(array, scale, self.block_shape, dtype)
+        return _quantised(array, scales[0], self.block_shape, dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -305,10 +309,17 @@ def _with(values: Shape, axis: int, value: int) -> Shape:
 
 
 def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> Source:
-    """Return a stored tensor whose blocks are multiplied by scales (DeepSeek-V3, "FP8 Weights")."""
-    edges = (1,) * (len(array.shape) - len(block)) + tuple(block)
-    counts = tuple(-(-n // edge) for n, edge in zip(array.shape, edges, strict=False))
-    if scale.shape != counts or len(edges) != len(array.shape):
+    """Return a stored tensor that is multiplied by scales: along each axis there is one for each
+    block (DeepSeek-V3, "FP8 Weights"), for each position, or for all. Axes that the scales lack are
+    the last ones."""
+    axes = len(array.shape)
+    edges = ((1,) * axes + tuple(block))[len(block) :]
+    counts = tuple(-(-n // edge) for n, edge in zip(array.shape, edges, strict=True))
+    given = scale.shape + (1,) * (axes - len(scale.shape))
+    # Number of scales along an axis -> positions that have the same; blocks count first.
+    known = [{n: 1, 1: n, c: e} for n, c, e in zip(array.shape, counts, edges, strict=True)]
+    edges = tuple(fit[n] for n, fit in zip(given, known, strict=False) if n in fit)
+    if not len(edges) == len(given) == axes:
         raise errors.ShapeMismatchError(
             f"key {array.key!r} of shape {array.shape} in blocks of {block} has {counts} scales, "
             f"but {scale.key!r} has shape {scale.shape}; give dequantize= the shape of a block "
@@ -324,7 +335,8 @@ def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> 
         first = tuple(int(one[0]) for one in blocks)
         count = tuple(int(one[-1]) + 1 - n for one, n in zip(blocks, first, strict=True))
         scales = torch.empty(count, dtype=dtypes.torch_dtype(scale.dtype), device="cpu")
-        yield scale, Box(first, count), dtypes.as_numpy(scales)
+        held = Box(first[: len(scale.shape)], count[: len(scale.shape)])
+        yield scale, held, dtypes.as_numpy(scales).reshape(held.shape)
         target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
         inner = [one - n for one, n in zip(blocks, first, strict=True)]
         yield array, box, Scaled(target, scales, inner)

@@ -28,7 +28,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import adopt
 from shardstore.hf.block_writer import BlockWriter, Source, source_of
 from shardstore.hf.blocks import Block, held_by, plan_blocks
-from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, is_file_name
+from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, name_of
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint
@@ -47,8 +47,6 @@ from shardstore.storage.stores.location import Location, shown
 
 logger = logging.getLogger(__name__)
 
-Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
-"""Key in a state dict -> name in the files."""
 FileArgument: TypeAlias = Iterable[str | os.PathLike[str]] | Mapping[str, str | bytes]
 
 FILE_BYTES = 5 * 2**30
@@ -231,20 +229,7 @@ class _Arguments:
         if self.dtype is not None and self.dtype not in CAST_FROM:
             known = ", ".join(map(str, CAST_FROM))
             raise errors.ArgumentError(f"dtype={self.dtype!r:.100} must be one of {known}, or None")
-        if not (self.names is None or callable(self.names) or isinstance(self.names, Mapping)):
-            raise errors.ArgumentError(f"names={self.names!r:.100} must be a mapping or a function")
         return target
-
-    def name_of(self, key: str) -> str | None:
-        """Return the name of a tensor in the files; ``None``: it is left out."""
-        if self.names is None:
-            return key
-        found = self.names(key) if callable(self.names) else self.names.get(key, key)
-        if not isinstance(found, str | None) or found == "":
-            raise errors.ArgumentError(
-                f"names gives key {key!r} the name {found!r}; give a text or None"
-            )
-        return found
 
     def documents(self) -> list[tuple[str, bytes]]:
         """Return names and contents of :attr:`files`.
@@ -443,7 +428,7 @@ class _Beginning:
         if self.ranks.is_coordinator:
             self.documents = given.documents()
         self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)
-        return named(self.held(), given.name_of)
+        return named(self.held(), given.names)
 
     def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
         """Return the report of this rank."""
@@ -514,9 +499,7 @@ def tensors_of(state_dict: StateDict) -> list[ShardedTensor]:
     return tensors
 
 
-def named(
-    tensors: Iterable[ShardedTensor], name_of: Callable[[str], str | None]
-) -> list[tuple[str, ShardedTensor]]:
+def named(tensors: Iterable[ShardedTensor], names: Names) -> list[tuple[str, ShardedTensor]]:
     """Return the tensors of a model, each with its name in the files.
 
     Raises:
@@ -525,7 +508,7 @@ def named(
     keys: dict[str, str] = {}
     found = []
     for tensor in tensors:
-        if (name := name_of(tensor.key)) is None:
+        if (name := name_of(tensor.key, names)) is None:
             continue
         if keys.setdefault(name, tensor.key) != tensor.key:
             raise errors.KeyNameError(

@@ -140,6 +140,22 @@ def test_tied_weights_are_loaded_from_the_one_that_is_stored(place: Path) -> Non
         hf.load({**state, "untied": torch.zeros(4, 6)}, place)
 
 
+@pytest.mark.parametrize("keys", [["embed", "head"], ["head", "embed"], ["head"]])
+def test_weights_tied_at_the_save_are_loaded_where_they_are_not_tied(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    hf.save({"embed": W, "head": W}, tmp_path / "m")
+    state: Any = {key: torch.zeros(4, 6) for key in keys}
+    loaded: Any = hf.load(state, tmp_path / "m", strict="raise_all")
+    assert all(torch.equal(loaded[key], W) for key in keys)
+    before = counters["bytes_read"]
+    hf.load(dict.fromkeys(keys, torch.zeros(4, 6)), tmp_path / "m")
+    assert counters["bytes_read"] - before == W.nbytes  # once, if they are tied
+    rules = {"embed": hf.rules.transposed("embed")}
+    hf.load(state := {"head": torch.zeros(6, 4)}, tmp_path / "m", rules=rules)
+    assert torch.equal(state["head"], W.T)
+
+
 # -- names and modes -------------------------------------------------------------------------------
 
 
@@ -255,6 +271,28 @@ def test_quantised_weights_are_scaled(
     assert missing == set()
 
 
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (1, 1), (300,), (300, 1), (1, 2), (3, 1), (300, 2), (300, 200)]
+)
+def test_an_axis_has_a_scale_for_each_block_or_each_position_or_one(
+    tmp_path: Path, shape: tuple[int, ...], suffix: str
+) -> None:
+    weight, scale = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
+    save_file({"w.weight": weight, f"w.weight{suffix}": scale}, tmp_path / "m.safetensors")
+    spread = scale.reshape(*shape, *[1] * (2 - len(shape)))
+    for axis, size in enumerate(weight.shape):
+        if spread.shape[axis] not in (1, size):
+            spread = spread.repeat_interleave(128, axis).narrow(axis, 0, size)
+    values = weight.float() * spread
+    data, whole = torch.zeros(50, 60), torch.zeros(300, 200)
+    shard = ShardedTensor("w.weight", data, data.dtype, (50, 60), (300, 200), (140, 100), None)
+    hf.load({"w": shard}, tmp_path)
+    hf.load({"w.weight": whole}, tmp_path, strict="raise_all")
+    assert torch.equal(data, values[140:190, 100:160])
+    assert torch.equal(whole, values)
+
+
 def test_only_the_scales_of_the_blocks_are_read(quantised: tuple[Path, torch.Tensor]) -> None:
     place, values = quantised
     data = torch.zeros(50, 60, dtype=torch.bfloat16)
@@ -281,6 +319,12 @@ def test_blocks_that_do_not_fit_the_scales_are_an_error(
     state = {"w.weight": torch.zeros(300, 200)}
     with pytest.raises(ShapeMismatchError, match=r"\(300, 200\).*\(64, 64\).*\(5, 4\).*\(3, 2\)"):
         hf.load(state, quantised[0], dequantize=(64, 64))
+    weight = torch.zeros(300, 200, dtype=torch.float8_e4m3fn)
+    save_file(
+        {"w.weight": weight, "w.weight_scale": torch.ones(200)}, quantised[0] / "m.safetensors"
+    )
+    with pytest.raises(ShapeMismatchError, match=r"w\.weight_scale' has shape \(200,\)"):
+        hf.load(state, quantised[0])
     with pytest.raises(DTypeMismatchError, match="float8_e4m3fn"):
         hf.load(state, quantised[0], dequantize=None)
 
@@ -303,6 +347,22 @@ def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
         match=r"other holds no safetensors file; shardstore\.load .*pytorch_model\.bin",
     ):
         hf.load(zeros(), other)
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_the_files_of_transformers_come_before_others(tmp_path: Path, index: bool) -> None:
+    """Mistral's own files, adapters and the like may lie beside a model."""
+    hf.save({"w": W}, tmp_path)
+    if index:
+        (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
+        text = json.dumps({"weight_map": {"w": "part.safetensors"}})
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
+    for name in ("adapter_model", "consolidated", "model.fp16"):
+        save_file({"w": W + 1}, tmp_path / f"{name}.safetensors")
+    state = {"w": torch.zeros(4, 6)}
+    hf.load(state, tmp_path)
+    assert torch.equal(state["w"], W)
 
 
 # -- hostile files ---------------------------------------------------------------------------------
@@ -433,6 +493,8 @@ def test_the_package_is_imported_without_torch() -> None:
     ("arguments", "text"),
     [
         ({"names": 3}, "names=3"),
+        ({"names": {"w": None}}, "gives the key 'w' no name"),
+        ({"names": lambda _: 3}, "the name 3"),
         ({"rules": 3}, "rules=3"),
         ({"rules": {"w": 3}}, "template -> rule"),
         ({"dequantize": "x"}, "dequantize='x'"),

@@ -85,6 +85,7 @@ SOURCES = Sources(
     {key: array_of_one_chunk(key, shape, "float32") for key, shape in STORED.items()},
     "place",
     {f"{name}.{{l}}": rule for name, (rule, _) in CASES.items()},
+    {},
     (128, 128),
 )
 
@@ -133,7 +134,7 @@ def made(rule: Rule, **more: tuple[int, ...]) -> Any:
         **SOURCES.arrays,
         **{key: array_of_one_chunk(key, shape, "float16") for key, shape in more.items()},
     }
-    return Sources(arrays, "place", {"t": rule}, None).of("t", torch.float32)
+    return Sources(arrays, "place", {"t": rule}, {}, None).of("t", torch.float32)
 
 
 def test_what_rules_refuse() -> None:
@@ -143,6 +144,8 @@ def test_what_rules_refuse() -> None:
         made(stack("x.{e}", "e"))
     with pytest.raises(MissingKeyError, match=r"fused\[5\]"):
         made(index("layers.0.fused", 5))
+    with pytest.raises(MissingKeyError, match=r"fused\[-1\]"):
+        made(index("layers.0.fused", -1))
     with pytest.raises(ArgumentError, match=r"field 'layer'"):
         made("layers.{layer}.q")
     with pytest.raises(ShapeMismatchError, match=r"\(24, 4\).*24 elements are not 7 equal parts"):
@@ -156,5 +159,5 @@ def test_what_rules_refuse() -> None:
 def test_the_first_rule_that_matches_counts() -> None:
     for first, second in itertools.permutations(["layers.0.q", "layers.0.k"]):
         rules = {"{x}.t": first, "a.{y}": second}
-        source = Sources(SOURCES.arrays, "place", rules, None).of("a.t", torch.float32)
+        source = Sources(SOURCES.arrays, "place", rules, {}, None).of("a.t", torch.float32)
         assert source.keys == {first}
