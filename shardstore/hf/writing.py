@@ -163,7 +163,8 @@ def export(
     """Write the tensors of a checkpoint as a model, with the other arguments of :func:`save`.
 
     Every rank calls it, or one process alone; the ranks divide the tensors. Each needs a few blocks
-    of 16 MiB. ``names`` chooses the tensors, such as those of the model without the optimizer.
+    of 16 MiB; the first one also the plain tensors of the checkpoint, such as buffers. ``names``
+    chooses the tensors, such as those of the model without the optimizer.
 
     Args:
         checkpoint: folder or URL of a checkpoint.
@@ -175,19 +176,23 @@ def export(
     Raises:
         CheckpointingException: as :func:`save` and :func:`shardstore.open`.
     """
-    arguments, found = _Arguments(place, **keywords), list[OpenCheckpoint]()
+    arguments, ranks = _Arguments(place, **keywords), Ranks.of(process_group)
+    found = list[OpenCheckpoint]()
 
     def held() -> list[ShardedTensor]:
         found.append(opened.open(Location.of(checkpoint, checkpoint_options)))
         metas = found[0].metas.values()
-        return [whole_tensor(m.key, m.shape, dtypes.torch_dtype(m.dtype)) for m in metas]
+        arrays = [whole_tensor(m.key, m.shape, dtypes.torch_dtype(m.dtype)) for m in metas]
+        return arrays + (_plain_tensors(found[0]) if ranks.is_coordinator else [])
 
     def read(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
         box = local_box(tensor)
-        if box.size:
+        if tensor.data is not None:
+            yield from memory_of(tensor)
+        elif box.size:
             yield box, partial(_stored, found[0], found[0].metas[tensor.key])
 
-    _run(_begin(held, read, arguments, Ranks.of(process_group)))
+    _run(_begin(held, read, arguments, ranks))
 
 
 def _run(export: Export) -> None:
@@ -542,6 +547,18 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
     for box, memory in held_regions(tensor, local_box(tensor), data):
         if box.size:
             yield box, source_of(data_of(memory, tensor.key), box)
+
+
+def _plain_tensors(checkpoint: OpenCheckpoint) -> list[ShardedTensor]:
+    """Return the tensors among the common values of a checkpoint."""
+    try:
+        common = adopt(checkpoint.common)
+    except errors.UnsafeObjectError as error:
+        logger.warning(
+            "%s: tensors among the common values are left out: %s", checkpoint.url, error
+        )
+        return []
+    return [tensor for _, tensor in leaves(common) if isinstance(tensor, ShardedTensor)]
 
 
 def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tensor:

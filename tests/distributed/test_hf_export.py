@@ -194,6 +194,26 @@ def test_a_step_of_a_manager_is_exported(tmp_path: Path) -> None:
     assert same(read(tmp_path / "one"), MODEL)
 
 
+def _export_plain(rank: int, world_size: int, folder: str) -> None:
+    tied, rows = torch.arange(6.0), torch.full((2, 3), float(rank))
+    state = {"wte": tied, "head": tied, "norm": {"mean": torch.tensor(2.0)}, "rng": (tied,), "n": 3}
+    shard = ShardedTensor.from_rank_offsets("model.rows", rows, (0, rank, world_size))
+    shardstore.save({"model": state}, f"{folder}/plain")
+    shardstore.save({"model": {**state, "rows": shard}}, f"{folder}/both")
+    for name in ("plain", "both"):
+        hf.export(f"{folder}/{name}", f"{folder}/{name}-model", names=model_names)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plain_tensors_of_a_checkpoint_are_exported(tmp_path: Path, world_size: int) -> None:
+    """Models of programs that do not shard, and plain tensors beside sharded ones."""
+    run_ranks(_export_plain, world_size, str(tmp_path))
+    plain = {"wte": torch.arange(6.0), "norm.mean": torch.tensor(2.0)}
+    assert same(read(tmp_path / "plain-model"), plain)
+    rows = torch.arange(world_size).repeat_interleave(2)[:, None].expand(-1, 3).float()
+    assert same(read(tmp_path / "both-model"), {**plain, "rows": rows})
+
+
 @pytest.mark.long
 def test_one_process_exports_more_than_its_memory(tmp_path: Path) -> None:
     """A gigabyte in tensors of 64 MiB takes a fraction of it."""
