@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -322,6 +323,16 @@ def test_a_model_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
     assert (tmp_path / "m" / "config.json").read_text() == "new"
     assert (tmp_path / "m" / "README.md").read_text() == "mine"
     assert os.listdir(tmp_path) == ["m"]
+
+
+def test_other_names_of_numbered_files_are_replaced_too(tmp_path: Path) -> None:
+    """Qwen's models have them; programs that read every safetensors file would read both models."""
+    name = "model.safetensors-00001-of-00001.safetensors"
+    save_file({"w": torch.zeros(2)}, tmp_path / name)
+    index = json.dumps({"metadata": {"total_size": 8}, "weight_map": {"w": name}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    hf.save({"w": torch.ones(2)}, tmp_path, overwrite=True)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_a_model_in_a_store_is_replaced(s3_server: S3Server) -> None:
