@@ -374,13 +374,14 @@ class _Loading:
             group=group,
             meter=meter,
         )
+        has_scales = self.call.dequantize and any(key.endswith(SCALE_SUFFIXES) for key in arrays)
         try:
-            read_chunks(context, _part(plan, scaled=False))
+            read_chunks(context, _part(plan, scaled=False) if has_scales else plan)
         finally:  # the other ranks wait for pieces
             if blocks:
                 meter.tell("move", bytes_total=sum(region.out.nbytes for region in shared))
                 sharing.read_shared(self.call.ranks, blocks, shared, files.read_range, meter.count)
-        if self.call.dequantize and any(key.endswith(SCALE_SUFFIXES) for key in arrays):
+        if has_scales:
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in dict_utils.nested_values(wanted) if t.key in match.tied}
         loaded = assemble(plan, wanted, files.location.url, tied)
