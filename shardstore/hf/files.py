@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -69,20 +69,32 @@ _FILE_NAME = re.compile(r"(?!\.)[^\x00-\x1f/\\:?#%]{1,255}")
 """Names that stay in their folder, and set no option of a URL."""
 
 
-def name_of(key: str, names: Names) -> str | None:
-    """Return the name of a tensor in the files; ``None``: it is left out.
+def names_of(keys: Iterable[str], names: Names) -> dict[str, str]:
+    """Return the name of each key in the files, without those that have the name ``None``.
 
     Raises:
         ArgumentError: ``names`` is neither a mapping nor a function, or gives no text.
+        KeyNameError: two keys have one name.
     """
     if not (names is None or callable(names) or isinstance(names, Mapping)):
         raise errors.ArgumentError(f"names={names!r:.100} must be a mapping or a function")
     given = {} if names is None else names
-    found = given.get(key, key) if isinstance(given, Mapping) else given(key)
-    if not isinstance(found, str | None) or found == "":
-        raise errors.ArgumentError(
-            f"names gives key {key!r} the name {found!r}; give a text or None"
-        )
+    found: dict[str, str] = {}
+    keys_of: dict[str, str] = {}
+    for key in keys:
+        name = given.get(key, key) if isinstance(given, Mapping) else given(key)
+        if not isinstance(name, str | None) or name == "":
+            raise errors.ArgumentError(
+                f"names gives key {key!r} the name {name!r}; give a text or None"
+            )
+        if name is not None and keys_of.setdefault(name, key) != key:
+            raise errors.KeyNameError(
+                f"keys {keys_of[name]!r} and {key!r} would both have the name {name!r}; change "
+                "names",
+                key=key,
+            )
+        if name is not None:
+            found[key] = name
     return found
 
 

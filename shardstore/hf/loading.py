@@ -23,7 +23,7 @@ from shardstore.dtensor.adoption import adopt
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.hf import sharing
 from shardstore.hf.blocks import Block
-from shardstore.hf.files import Names, WeightFiles, name_of
+from shardstore.hf.files import Names, WeightFiles, names_of
 from shardstore.hf.rules import SCALE_SUFFIXES, Rule, Scaled, Source, Sources
 from shardstore.hf.urls import locate, shown_url
 from shardstore.loading.context import LoadContext
@@ -118,7 +118,8 @@ def load(
         DamagedCheckpointError: a file is damaged, or does not match the index.
         MissingKeyError, ShapeMismatchError, DTypeMismatchError: names, shapes or data types of
             files and state dict differ.
-        ArgumentError: an argument has a wrong type or value, or two keys have the same name.
+        ArgumentError: an argument has a wrong type or value.
+        KeyNameError: two keys have one name.
         StorageError: the store failed.
         RanksError: another rank failed, or did not answer in time.
     """
@@ -267,21 +268,13 @@ class _Loading:
         entries = [entry for _, entry in request.shards]
         found: dict[str, Source] = {}
         lost: dict[str, str] = {}
-        of_name: dict[str, str] = {}
-        for entry in entries:
-            key = entry.key
-            if key in found or key in lost:
-                continue
-            if (name := name_of(key, self.call.names)) is None:
+        by_key = {entry.key: entry for entry in entries}
+        names = names_of(by_key, self.call.names)
+        for key, entry in by_key.items():
+            if (name := names.get(key)) is None:
                 raise ArgumentError(
                     f"{self.what}: names= gives the key {key!r} no name; leave it out of the state "
                     "dict",
-                    key=key,
-                )
-            if of_name.setdefault(name, key) != key:
-                raise ArgumentError(
-                    f"{self.what}: names= gives the keys {of_name[name]!r} and {key!r} the same "
-                    f"name {name!r}; give each its own",
                     key=key,
                 )
             try:

@@ -140,7 +140,13 @@ def index(rule: Rule, at: str | int) -> Rule:
 
     def made(fields: Fields, sources: Sources) -> Source:
         whole = sources.made(rule, fields)
-        position = int(str(at).format_map(fields))
+        text = _filled(str(at), fields)
+        try:
+            position = int(text)
+        except ValueError:
+            raise errors.ArgumentError(
+                f"index(..., {at!r}) gives {text!r} in a rule; give a number"
+            ) from None
         if not 0 <= position < whole.shape[0]:
             key = f"{min(whole.keys)}[{position}]"
             raise errors.MissingKeyError(f"{key!r} is not stored in {sources.url}", key=key)
@@ -162,6 +168,17 @@ def transposed(rule: Rule) -> Rule:
         return _viewed(whole, shape, _exchanged, lambda out: out.swapaxes(-1, -2))
 
     return made
+
+
+def _filled(template: str, fields: Fields) -> str:
+    """Return a template with the values of its fields."""
+    try:
+        return template.format_map(fields)
+    except (KeyError, ValueError) as error:
+        raise errors.ArgumentError(
+            f"the template {template!r} of a rule has the field {error}, which the key of the rule "
+            "does not have; a key such as 'layers.{layer}.weight' gives the value of {layer}"
+        ) from None
 
 
 def _even(size: int, parts: int, source: Source) -> int:
@@ -208,17 +225,9 @@ class Sources:
 
     def made(self, rule: Rule, fields: Fields) -> Source:
         """Return the source that a rule describes."""
-        if not isinstance(rule, str):
-            return rule(fields, self)
-        try:
-            return self._stored(rule.format_map(fields), fields[""])
-        except KeyError as error:
-            if isinstance(error, errors.MissingKeyError):
-                raise
-            raise errors.ArgumentError(
-                f"the rule {rule!r} has the field {error}, which its key does not have; a key such "
-                "as 'layers.{layer}.weight' gives the value of {layer}"
-            ) from None
+        if isinstance(rule, str):
+            return self._stored(_filled(rule, fields), fields[""])
+        return rule(fields, self)
 
     def _stored(self, key: str, dtype: str) -> Source:
         if key not in self.arrays:

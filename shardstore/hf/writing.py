@@ -28,7 +28,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import adopt
 from shardstore.hf.block_writer import BlockWriter, Source, source_of
 from shardstore.hf.blocks import Block, held_by, plan_blocks
-from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, name_of
+from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint
@@ -433,7 +433,9 @@ class _Beginning:
         if self.ranks.is_coordinator:
             self.documents = given.documents()
         self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)
-        return named(self.held(), given.names)
+        tensors = list(self.held())
+        names = names_of((tensor.key for tensor in tensors), given.names)
+        return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
 
     def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
         """Return the report of this rank."""
@@ -502,27 +504,6 @@ def tensors_of(state_dict: StateDict) -> list[ShardedTensor]:
         text = "%d value(s) are no tensors and are left out of the model: %s"
         logger.info(text, len(left_out), ", ".join(left_out[:8]))
     return tensors
-
-
-def named(tensors: Iterable[ShardedTensor], names: Names) -> list[tuple[str, ShardedTensor]]:
-    """Return the tensors of a model, each with its name in the files.
-
-    Raises:
-        KeyNameError: two tensors have one name.
-    """
-    keys: dict[str, str] = {}
-    found = []
-    for tensor in tensors:
-        if (name := name_of(tensor.key, names)) is None:
-            continue
-        if keys.setdefault(name, tensor.key) != tensor.key:
-            raise errors.KeyNameError(
-                f"keys {keys[name]!r} and {tensor.key!r} would both have the name {name!r}; "
-                "change names",
-                key=tensor.key,
-            )
-        found.append((name, tensor))
-    return found
 
 
 def written_as(tensor: ShardedTensor, dtype: torch.dtype | None) -> torch.dtype:

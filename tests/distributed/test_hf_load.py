@@ -243,7 +243,7 @@ def an_error_of_one_rank_reaches_all(rank: int, world_size: int, folder: Path) -
         ({"w": torch.zeros(1, 64).expand(1000, 64)}, {}, "share memory"),
         ({"w": torch.zeros(1000, 64)}, {"strict": "all"}, "strict"),
         ({"w": torch.zeros(1000, 64)}, {"cast": "all"}, "cast"),
-        ({"norm": torch.zeros(37)}, {}, "the same name 'norm'"),
+        ({"norm": torch.zeros(37)}, {}, "both have the name 'norm'"),
         ({"x": torch.zeros(37)}, {"strict": "raise_unexpected"}, "['x']"),
         ({"w": torch.zeros(1000, 64)}, {"replica_group": "all"}, "replica_group"),
     ]

@@ -18,6 +18,7 @@ from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
     DTypeMismatchError,
+    KeyNameError,
     MissingKeyError,
     NotACheckpointError,
     ShapeMismatchError,
@@ -168,7 +169,7 @@ def test_names_are_mapped(place: Path, names: Any) -> None:
 
 def test_two_keys_with_one_name_are_an_error(place: Path) -> None:
     state = {"w": torch.zeros(4, 6), "v": torch.ones(4, 6)}
-    with pytest.raises(ArgumentError, match=r"'w' and 'v' the same name 'w'"):
+    with pytest.raises(KeyNameError, match=r"'w' and 'v' would both have the name 'w'"):
         hf.load(state, place, names={"v": "w"})
     assert not state["w"].any()
 

@@ -146,8 +146,11 @@ def test_what_rules_refuse() -> None:
         made(index("layers.0.fused", 5))
     with pytest.raises(MissingKeyError, match=r"fused\[-1\]"):
         made(index("layers.0.fused", -1))
-    with pytest.raises(ArgumentError, match=r"field 'layer'"):
-        made("layers.{layer}.q")
+    for rule in ("layers.{layer}.q", index("layers.0.fused", "{layer}")):
+        with pytest.raises(ArgumentError, match=r"field 'layer'"):
+            made(rule)
+    with pytest.raises(ArgumentError, match=r"gives 'x' in a rule"):
+        made(index("layers.0.fused", "x"))
     with pytest.raises(ShapeMismatchError, match=r"\(24, 4\).*24 elements are not 7 equal parts"):
         made(part("layers.0.qkv", 0, (3, 2, 2)))
     with pytest.raises(ShapeMismatchError, match="do not fit together along axis 1"):
