@@ -183,16 +183,20 @@ def report_shards(shards: Iterable[Any]) -> Report:
     cuts: dict[tuple[Any, ...], int] = {}
     for item in shards:
         if isinstance(item, ShardedTensor):
-            *values, flat = _tensor_cut(item)
-            values.append(None if flat is None else (flat.start, flat.stop))
+            cut = _tensor_cut(item)
+            if (flat := cut[-1]) is not None:  # a slice has no hash
+                cut = (*cut[:-1], (flat.start, flat.stop))
         elif isinstance(item, ShardedObject):
-            values = list(_object_cut(item))
+            cut = _object_cut(item)
         else:
             continue
-        if list in map(type, values):  # the caller assigned lists instead of tuples
-            values = [tuple(value) if type(value) is list else value for value in values]
+        try:
+            number = cuts.setdefault(cut, len(cuts))
+        except TypeError:  # the caller assigned lists instead of tuples
+            cut = tuple(tuple(value) if type(value) is list else value for value in cut)
+            number = cuts.setdefault(cut, len(cuts))
         keys.append(item.key)
-        numbers.append(cuts.setdefault(tuple(values), len(cuts)))
+        numbers.append(number)
     return [RankShards(tuple(keys), tuple(numbers), list(cuts))]
 
 
@@ -351,6 +355,37 @@ def _check_same(
                     key=item.key,
                     rank=rank,
                 )
+
+
+def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
+    """Return the keys of the tensors, and unique keys of the objects, that a rank holds only as
+    copies or empty ranges.
+
+    Args:
+        shards: the shards of this rank; other values are ignored.
+        objects: whether the strategy that writes the objects records them in the manifest.
+    """
+    main: set[str] = set()
+    copied: set[str] = set()
+    for item in shards:
+        if isinstance(item, ShardedTensor) or (objects and isinstance(item, ShardedObject)):
+            name = item.key if isinstance(item, ShardedTensor) else item.unique_key
+            empty = isinstance(item, ShardedTensor) and is_empty_range(item)
+            if not (empty and 0 in item.global_shape):
+                (copied if empty or not is_main_replica(item.replica_id) else main).add(name)
+    return sorted(copied - main)
+
+
+def without_main_replica(keys: Sequence[str], rank: int) -> errors.AccessPatternError:
+    """Return the error for shards that have copies, but no main replica on any rank."""
+    more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
+    return errors.AccessPatternError(
+        f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "
+        f"no rank would write it; rank {rank} holds a copy or an empty range; give exactly one "
+        "rank's replica_id=0",
+        key=keys[0],
+        rank=rank,
+    )
 
 
 def digest_of(shards: Iterable[Any]) -> bytes:

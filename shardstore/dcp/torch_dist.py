@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from shardstore import errors
 from shardstore.core import DCP_BACKEND
-from shardstore.coverage import Report, check_reports, report_shards
+from shardstore.coverage import Report, check_reports, report_shards, without_main_replica
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
@@ -43,7 +43,6 @@ from shardstore.mapping import (
     is_main_replica,
 )
 from shardstore.saving.plan import data_of, plain_tensor
-from shardstore.saving.replicas import without_main_replica
 from shardstore.saving.session import session_of
 from shardstore.saving.staging import Staging
 from shardstore.storage.format import dtypes

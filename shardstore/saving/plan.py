@@ -221,9 +221,9 @@ def array_meta(
     """
     name = stored_name(tensor.key, tensor.dtype, torch.strided)
     size = dtypes.itemsize(name)
-    shape = tensor.global_shape
+    shape = tuple(tensor.global_shape)
     if tensor.axis_fragmentations is not None:
-        edges = shard_edges(shape, tensor.axis_fragmentations)
+        edges = shard_edges(shape, tuple(tensor.axis_fragmentations))
     else:
         edges = layouts.edges.get(tensor.key, tuple(max(1, n) for n in shape))
     if zarr_format == 2:

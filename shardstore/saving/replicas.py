@@ -1,4 +1,4 @@
-"""Divide the writing among replicas, and find shards that no main replica writes.
+"""Divide the writing among replicas.
 
 At the beginning of a save, the ranks of a group report a digest of their shards, and which shards
 have their main replica on this rank. Each rank then computes which chunks it writes. As in every
@@ -8,20 +8,18 @@ different shards, the main replicas write them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import xxhash
 
-from shardstore.coverage import is_empty_range
 from shardstore.distributed.groups import Members, global_ranks
 from shardstore.dtensor.layout import is_claimed
-from shardstore.errors import AccessPatternError
 from shardstore.exchange_utils import distribute_shards_to_ranks
-from shardstore.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardstore.mapping import ShardedTensor, is_main_replica
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 
@@ -162,35 +160,3 @@ def accepted(
         if agreed[members] >> number & 1 or (is_claimed(tensor) and tensor.writer in members)
     )
     return SharedWrites(members.index(rank), len(members), shared)
-
-
-def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
-    """Return the keys of the tensors, and unique keys of the objects, that a rank holds only as
-    copies or empty ranges.
-
-    Args:
-        shards: the shards of this rank; other values are ignored.
-        objects: whether the strategy that writes the objects records them in the manifest.
-    """
-    main: set[str] = set()
-    copied: set[str] = set()
-    for item in shards:
-        if isinstance(item, ShardedTensor) or (objects and isinstance(item, ShardedObject)):
-            name = item.key if isinstance(item, ShardedTensor) else item.unique_key
-            is_flat = isinstance(item, ShardedTensor) and item.flattened_range is not None
-            empty = is_flat and is_empty_range(cast(ShardedTensor, item))
-            if not (empty and 0 in item.global_shape):
-                (copied if empty or not is_main_replica(item.replica_id) else main).add(name)
-    return sorted(copied - main)
-
-
-def without_main_replica(keys: Sequence[str], rank: int) -> AccessPatternError:
-    """Return the error for shards that have copies, but no main replica on any rank."""
-    more = "" if len(keys) == 1 else f" (and {len(keys) - 1} more)"
-    return AccessPatternError(
-        f"Invalid access pattern: {keys[0]!r}{more} has no main replica on any rank, so that "
-        f"no rank would write it; rank {rank} holds a copy or an empty range; give exactly one "
-        "rank's replica_id=0",
-        key=keys[0],
-        rank=rank,
-    )

@@ -18,7 +18,13 @@ import msgspec
 import xxhash
 
 from shardstore import errors, mapping, validation
-from shardstore.coverage import check_same, digest_of, needing_layouts, report_shards
+from shardstore.coverage import (
+    check_same,
+    copies_of,
+    digest_of,
+    needing_layouts,
+    report_shards,
+)
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import adopt
@@ -175,7 +181,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     if checks := options.validate_access_integrity:
         noted = getattr(common_strategy, "notes_objects", False)
         noted = noted and not sharded_strategy.can_handle_sharded_objects
-        state.copies = replicas.copies_of(split.found, objects=noted)
+        state.copies = copies_of(split.found, objects=noted)
     if ranks.world_size > 1:
         compared = validation.preprocessed(state.common, request.preprocess) if checks else None
         state.plain = PlainValues.of(split, compared)

@@ -358,7 +358,7 @@ class SaveSession:
                 written = {*(meta.key for meta in merged.arrays), *merged.objects}
                 for rank, copies in merged.copies.items():
                     if lost := [key for key in copies if key not in written]:
-                        raise replicas.without_main_replica(lost, rank)
+                        raise coverage.without_main_replica(lost, rank)
         return merged
 
     def _recommend_packs(self, arrays: Sequence[ArrayMeta]) -> None:

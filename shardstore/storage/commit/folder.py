@@ -443,8 +443,13 @@ def _boot_id() -> str:
 def _own_id(last: str) -> str:
     """Return an ID that ends in ``last``, after an identity of this process that is unique among
     machines and over time."""
-    pid = os.getpid()
-    return f"{_machine()}-{pid}-{_start_of(pid)}-{last}"
+    return f"{_owner(os.getpid())}-{last}"
+
+
+@cache
+def _owner(pid: int) -> str:
+    """Return this identity. ``pid`` is the number of this process, another one after a fork."""
+    return f"{_machine()}-{pid}-{_start_of(pid)}"
 
 
 @cache

@@ -135,7 +135,8 @@ def _counts(shape: Shape, chunk_shape: Shape) -> Shape:
     return tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
 
 
-def shard_edges(global_shape: Sequence[int], fragments: Sequence[int]) -> Shape:
+@lru_cache(maxsize=4096)  # many tensors and optimizer moments of a model share few shapes
+def shard_edges(global_shape: Shape, fragments: Shape) -> Shape:
     """Return the edges of a shard if axis ``i`` is cut into ``fragments[i]`` parts.
 
     As in ``torch.chunk``, each part has ``ceil(n / parts)`` elements; the last parts may be smaller
@@ -161,9 +162,10 @@ def cut_gcd(global_shape: Sequence[int], shards: Iterable[Box]) -> Shape:
     return tuple(e or max(1, n) for e, n in zip(edges, global_shape, strict=True))
 
 
+@lru_cache(maxsize=4096)  # as above
 def plan_grid(
-    global_shape: Sequence[int],
-    shard_shape: Sequence[int],
+    global_shape: Shape,
+    shard_shape: Shape,
     itemsize: int,
     target_chunk_bytes: int = DEFAULT_TARGET_CHUNK_BYTES,
     *,
@@ -180,27 +182,9 @@ def plan_grid(
         leading_only: cut an inner axis only if all outer axes are cut to single rows, so that each
             chunk is one contiguous range of the flattened shard.
     """
-    shape = tuple(global_shape)
-    edges = tuple(max(1, min(s, n)) for s, n in zip(shard_shape, shape, strict=True))
-    cut = tuple(e < n for e, n in zip(edges, shape, strict=True))
-    return Grid(shape, chunk_shape_for(edges, cut, itemsize, target_chunk_bytes, leading_only))
-
-
-@lru_cache(maxsize=4096)  # many tensors and optimizer moments of a model share few shapes
-def chunk_shape_for(
-    edges: Shape, cut: tuple[bool, ...], itemsize: int, target_chunk_bytes: int, leading_only: bool
-) -> Shape:
-    """Return the chunk edges for shards of the given edges.
-
-    Args:
-        edges: shard edges.
-        cut: for each axis, whether several shards lie along it; the chunk edge must then divide the
-            shard edge.
-        itemsize: size of an element in bytes.
-        target_chunk_bytes: see :func:`plan_grid`.
-        leading_only: see :func:`plan_grid`.
-    """
-    chunk = list(edges)
+    chunk = [max(1, min(s, n)) for s, n in zip(shard_shape, global_shape, strict=True)]
+    # If several shards lie along an axis, the chunk edge must divide the shard edge.
+    cut = tuple(e < n for e, n in zip(chunk, global_shape, strict=True))
     if not leading_only:
         _cut_columns(chunk, cut, itemsize)
     for axis in range(len(chunk)):
@@ -215,7 +199,7 @@ def chunk_shape_for(
             chunk[axis] = _divisor(chunk[axis], at_most, leading_only)
         if leading_only and chunk[axis] != 1:
             break
-    return tuple(chunk)
+    return Grid(global_shape, tuple(chunk))
 
 
 def _cut_columns(chunk: list[int], cut: tuple[bool, ...], itemsize: int) -> None:
