@@ -330,6 +330,7 @@ _AGREED: dict[str, type[errors.CheckpointingException]] = {
 }
 """Attributes that must be equal on all ranks -> the error if they differ. For fragmentations, only
 ``None`` on some of the ranks is an error."""
+_described = attrgetter("key", *_AGREED)
 
 
 def _check_same(
@@ -391,11 +392,12 @@ def without_main_replica(keys: Sequence[str], rank: int) -> errors.AccessPattern
 def digest_of(shards: Iterable[Any]) -> bytes:
     """Return a digest of what a rank says about each tensor and object. It is equal on ranks that
     hold different parts, or replicas, of the same ones."""
-    descriptions = {
-        repr((item.key, [getattr(item, name, None) for name in _AGREED]))
-        for item in shards
-        if isinstance(item, ShardedTensor | ShardedObject)
-    }
+    descriptions = set[str]()
+    for item in shards:
+        if isinstance(item, ShardedTensor):
+            descriptions.add(repr(_described(item)))
+        elif isinstance(item, ShardedObject):
+            descriptions.add(repr((item.key, item.global_shape)))
     return xxhash.xxh3_128_digest("".join(sorted(descriptions)).encode())
 
 
