@@ -225,9 +225,15 @@ class FolderAttempt(Attempt):
                 with contextlib.suppress(FileNotFoundError):
                     fsync(f"{folder.url}/{OWNER_NAME}")
                 fsync(folder.url)
+        failures = []
         for name in (*COMMITS, *MODEL_COMMITS, *folder.listing()):
             if name != OWNER_NAME:
-                folder.delete(name)
+                try:
+                    folder.delete(name)
+                except StorageError as error:  # a file in use, which NFS keeps under another name
+                    failures.append(error)
+        if failures:
+            raise failures[0]
         folder.delete()
 
     def taken_over(self) -> FolderAttempt:
@@ -388,9 +394,8 @@ def sweep_below(place: Location, older_than: timedelta, dry_run: bool) -> list[L
         for left in lefts:
             files = [path for path in left.location.path.rglob("*") if not path.is_dir()]
             size = sum(path.lstat().st_size for path in files)
-            found.append(Leftover(left.location.url, len(files), size, "attempt"))
-            if not dry_run:
-                sweep(left)
+            if dry_run or sweep(left):
+                found.append(Leftover(left.location.url, len(files), size, "attempt"))
     return found
 
 
@@ -402,7 +407,12 @@ def sweep(left: FolderAttempt) -> bool:
             os.rename(left.location.url, left.target.url)
         else:
             left.taken_over().remove()
-    except OSError:  # another process took them over, or this one lacks the permission
+    except FileNotFoundError:  # another process took them over
+        return False
+    except OSError as error:
+        logger.warning(
+            "%s, the remains of a dead save, could not be removed: %s", left.location.url, error
+        )
         return False
     return True
 

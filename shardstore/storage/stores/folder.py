@@ -270,7 +270,9 @@ class LocalFolder(Location):
         target = self._own_path(name)
         with store_errors("removing", target):
             if os.path.isdir(target) and not os.path.islink(target):
-                shutil.rmtree(target)
+                shutil.rmtree(target, ignore_errors=True)  # all but what is in use or not permitted
+                if os.path.lexists(target):
+                    shutil.rmtree(target)
             elif os.path.lexists(target):
                 os.unlink(target)
 

@@ -434,12 +434,18 @@ def unprivileged(script: str, *args: str) -> str:
     return done.stdout
 
 
-def test_a_read_only_parent(tmp_path: Path) -> None:
-    parent = tmp_path / "parent"
-    parent.mkdir(mode=0o555)
-    for folder in (tmp_path, *tmp_path.parents):
+def folder_for_all(parent: Path, mode: int) -> Path:
+    """A new folder that other users reach."""
+    parent.mkdir()
+    parent.chmod(mode)
+    for folder in parent.parents:
         if not os.stat(folder).st_mode & 0o001 and os.access(folder, os.W_OK):
             os.chmod(folder, os.stat(folder).st_mode | 0o011)
+    return parent
+
+
+def test_a_read_only_parent(tmp_path: Path) -> None:
+    parent = folder_for_all(tmp_path / "parent", 0o555)
     script = """
         from shardstore.errors import StorageError
         from shardstore.storage.commit.folder import begin
@@ -456,10 +462,59 @@ def test_a_read_only_parent(tmp_path: Path) -> None:
     assert os.listdir(parent) == []
 
 
+def test_what_cannot_be_removed_keeps_nothing_else(tmp_path: Path) -> None:
+    """Such as a file in use on NFS. Chunks of the other arrays would take space until the process
+    ends, which owns the folder that they are in."""
+    script = """
+        from pathlib import Path
+        from shardstore.errors import StorageError
+        from shardstore.storage.commit.folder import begin, delete
+        from shardstore.storage.options import SaveOptions
+        from shardstore.storage.stores.location import Location
+        target = Path(sys.argv[1], "ckpt")
+        attempt = begin(Location.of(target), SaveOptions())
+        names = [f"{array}/{name}" for array in "awz" for name in ("zarr.json", "c/0", "c/1/0")]
+        for name in ["zarr.json", *names]:
+            attempt.location.write(name, b"{}")
+        attempt.commit([], durable=False)
+        os.chmod(target / "w/c/1", 0o555)
+        try:
+            delete(Location.of(target))
+        except StorageError as error:
+            print(error.errno, Path(str(error).split()[1]).name, target.exists())
+        for path in Path(sys.argv[1]).rglob("*"):
+            if path.is_file():
+                print(*path.parts[-4:])
+        os.chmod(next(Path(sys.argv[1]).rglob("w")) / "c/1", 0o755)
+        """
+    output = unprivileged(script, str(folder_for_all(tmp_path / "parent", 0o777))).splitlines()
+    assert output[0] == "13 w False"
+    assert sorted(line.rpartition(" ")[2] for line in output[1:]) == [".owner.json", "0"]
+    assert any(line.endswith("w c 1 0") for line in output)
+
+
+def test_a_sweep_tells_only_of_what_it_removed(tmp_path: Path) -> None:
+    parent = folder_for_all(tmp_path / "parent", 0o777)
+    attempt = begin(Location.of(parent / "ckpt"), SaveOptions())
+    found = commit._ATTEMPT.fullmatch(attempt.location.name)
+    assert found is not None
+    name = attempt.location.name.replace(f"-{found['pid']}-", "-4194305-")
+    attempt.location.path.rename(parent / name)
+    parent.chmod(0o555)
+    script = """
+        from datetime import timedelta
+        from shardstore.storage.commit.checkpoints import sweep
+        print(*(len(sweep(sys.argv[1], dry_run=dry)) for dry in (True, False)))
+        """
+    assert unprivileged(script, str(parent)) == "1 0\n"
+    assert os.listdir(parent) == [name]
+    parent.chmod(0o755)
+
+
 @contextlib.contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[None]:
+def mounted(folder: Path, *options: str, kind: str = "tmpfs") -> Iterator[None]:
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)]
+    command = ["mount", "-t", kind, "-o", ",".join(options), "none", str(folder)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting is not permitted here")
     try:
