@@ -491,7 +491,7 @@ def _exchange(source: str, target: str) -> None:
         if _libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
             return
         number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise OSError(number, os.strerror(number), source)
     aside = f"{source}{_ASIDE}"
     os.rename(target, aside)

@@ -29,7 +29,8 @@ _REMEDIES = {
     errno.EDQUOT: "the disk quota is used up: free space or choose another place",
     errno.EFBIG: "the file system or a limit of the process (ulimit -f) allows no file that large: "
     "raise the limit or save smaller chunks",
-    errno.EXDEV: "it and its parent are on different file systems: save to a folder below it",
+    errno.EXDEV: "it cannot be renamed, as a mount point or in a lower layer of an image: "
+    "save to a folder below it, or to another name",
     errno.EBUSY: "the folder is in use, as a mount point perhaps: save to a folder below it",
     errno.ENOTDIR: "a file is where a folder should be: choose another place",
     errno.EROFS: "the file system is read-only: choose another place",
@@ -94,10 +95,14 @@ def open_regular(path: str) -> int:
 
 
 def fsync(path: str) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk. Nothing is waited for if the
+    file system has no sync of folders (Linux man-pages fsync(2), EINVAL), as some of networks."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise
     finally:
         os.close(fd)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
@@ -203,11 +204,17 @@ def test_a_reader_of_the_replaced_checkpoint_reads_on(tmp_path: Path) -> None:
         assert file.read() == "one"
 
 
-def test_without_an_exchange_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Old:
-        """A C library from before renameat2."""
+@pytest.mark.parametrize("number", [0, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_an_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """In the C library (0), the kernel, or the file system."""
 
-    monkeypatch.setattr(commit, "_libc", Old())
+    def renameat2(*_: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(
+        commit, "_libc", SimpleNamespace(**({"renameat2": renameat2} if number else {}))
+    )
     target = tmp_path / "ckpt"
     save(target, "one")
     (target / "log").write_text("log")
@@ -532,6 +539,24 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> 
         save(disk / "below", "one")
         assert content(disk / "below") == checkpoint("one")
     assert os.listdir(tmp_path) == ["disk"]
+
+
+@as_root
+def test_a_checkpoint_in_the_lower_layer_of_an_overlay(tmp_path: Path) -> None:
+    """As in a container's image: it can be deleted, but neither renamed nor exchanged."""
+    save(tmp_path / "lower" / "ckpt", "one")
+    seen, disk = tmp_path / "seen", tmp_path / "disk"
+    layers = f"lowerdir={tmp_path / 'lower'},upperdir={disk / 'upper'},workdir={disk / 'work'}"
+    with mounted(disk, "size=1m"):
+        (disk / "upper").mkdir()
+        (disk / "work").mkdir()
+        with mounted(seen, layers, "redirect_dir=off", kind="overlay"):
+            with pytest.raises(StorageError, match=r"lower layer.*to another name"):
+                save(seen / "ckpt", "two", overwrite=True)
+            assert content(seen / "ckpt") == checkpoint("one")
+            commit.delete(Location.of(seen / "ckpt"))
+            save(seen / "ckpt", "two")
+            assert content(seen / "ckpt") == checkpoint("two")
 
 
 def test_a_limit_on_the_size_of_files_is_named_with_the_remedy(tmp_path: Path) -> None:

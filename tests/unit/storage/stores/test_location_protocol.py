@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardstore.errors import DamagedCheckpointError, StorageError
-from shardstore.storage.stores.folder import LocalFolder
+from shardstore.storage.stores.folder import LocalFolder, fsync
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.prefix import ObjectPrefix
 
@@ -143,3 +143,10 @@ def test_a_folder_has_no_client_of_object_stores(tmp_path: Path) -> None:
 def test_errors_of_a_disk_are_damage_and_those_of_a_store_not(place: Location) -> None:
     assert place.is_damage(StorageError("no answer")) == place.is_local
     assert place.is_damage(ValueError("wrong bytes"))
+
+
+def test_a_file_system_without_a_sync_of_folders() -> None:
+    """/proc has none, as some network file systems. For a file it is an error."""
+    fsync("/proc")
+    with pytest.raises(OSError, match="Invalid argument"):
+        fsync("/proc/self/status")
