@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from shardstore.errors import CheckpointExistsError, NotACheckpointError
+from shardstore.errors import CheckpointExistsError, NotACheckpointError, StorageError
 from shardstore.storage.commit import folder, identity, objects
 from shardstore.storage.commit.attempt import Attempt, DeadTarget, Leftover
 from shardstore.storage.options import SaveOptions, require_bool
@@ -130,9 +130,13 @@ def latest(
     place = Location.of(root, storage_options)
     place.require_no_file()
     names = [([*map(int, re.findall(r"\d+", name))], name) for name in place.listing()]
-    for _, name in sorted(names, reverse=True):
-        if not name.startswith(".") and identity.is_checkpoint(place.child(name)):
-            return place.child(name).url
+    for numbers, name in sorted(names, reverse=True):
+        try:
+            if not name.startswith(".") and identity.is_checkpoint(place.child(name)):
+                return place.child(name).url
+        except StorageError:
+            if numbers:  # others are no steps, such as lost+found, which only root may read
+                raise
     return None
 
 

@@ -151,7 +151,11 @@ class LocalFolder(Location):
 
     def exists(self, name: str = "") -> bool:
         """See :meth:`Location.exists`."""
-        return os.path.lexists(self._path(name))
+        path = self._path(name)
+        with store_errors("looking for", path), suppress(*_ABSENT):
+            os.lstat(path)
+            return True
+        return False
 
     def is_dir(self) -> bool:
         """See :meth:`Location.is_dir`."""

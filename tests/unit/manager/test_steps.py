@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstore
-from shardstore import CheckpointManager
+from shardstore import CheckpointManager, latest
 from shardstore.errors import (
     CheckpointExistsError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.manager.steps import Retention, StepInfo, branches
 from tests.helpers.managed import damage, managed, state_of, wanted, warnings_of
@@ -198,3 +199,20 @@ def test_branches_are_told_by_the_order_of_the_saves(order: list[int]) -> None:
     assert current == sorted(step for step, gone in left.items() if not gone)
     assert current[-1:] == order[-1:]
     assert branches({step: StepInfo(step) for step in order}) == (sorted(set(order)), [])
+
+
+def test_a_step_that_cannot_be_read_is_an_error_and_not_passed_over(tmp_path: Path) -> None:
+    """A run would resume from an older step, or begin anew. A link to itself is an error for
+    every user, as is a folder without permission, or a stale handle, for some."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+    (tmp_path / "step-2").symlink_to("step-2")
+    (tmp_path / "lost+found").symlink_to("lost+found")  # no step
+    for work in (manager.steps, manager.latest, lambda: latest(tmp_path)):
+        with pytest.raises(StorageError, match=r"step-2/.* failed: Too many levels"):
+            work()
+    (tmp_path / "step-2").unlink()
+    assert manager.steps() == [1]
+    assert latest(tmp_path) == str(tmp_path / "step-1")
+    (tmp_path / "step-1").rename(tmp_path / "last")
+    assert latest(tmp_path) == str(tmp_path / "last")
