@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import zarr
@@ -31,6 +32,7 @@ from shardstore.strategies import zarr as zarr_strategy
 from testing.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
 from testing.s3_servers import S3Server, free_port
 from tests.helpers.s3_checkpoints import state
+from tests.helpers.store_suite import Target
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,37 @@ def test_an_endpoint_that_is_given_comes_before_variables(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
     saved_and_loaded(f"s3://{bucket}/run", any_s3_server.storage_options)
     assert "run/w/c.0.0" in any_s3_server.keys(bucket)
+
+
+@pytest.mark.parametrize("protocol", ["s3", "s3a"])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"config_kwargs": {"s3": {"addressing_style": "path"}}}, {"asynchronous": True}],
+    ids=str,
+)
+def test_options_of_the_configuration_of_fsspec(
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    protocol: str,
+    given: dict[str, Any],
+) -> None:
+    """They hold where none of their name is given, as for every program that uses fsspec."""
+    monkeypatch.setitem(fsspec.config.conf, protocol, s3_server.storage_options)
+    caplog.set_level("DEBUG")
+    bucket = s3_server.new_bucket()
+    saved_and_loaded(f"s3://{bucket}/run", given)
+    assert "run/w/c.0.0" in s3_server.keys(bucket)
+    assert s3_server.secret not in caplog.text
+    monkeypatch.setitem(fsspec.config.conf, protocol, {"endpoint_url": "host:9000"})
+    with pytest.raises(StorageError, match="endpoint_url must begin with http"):
+        Location.of(f"s3://{bucket}/run", given).exists()
+
+
+@pytest.mark.parametrize("name", ["asynchronous", "skip_instance_cache"])
+def test_how_a_program_shares_its_file_system_does_not_matter(target: Target, name: str) -> None:
+    place = target("run")
+    saved_and_loaded(place.url, {**place.options, name: True})
 
 
 def test_variables_of_other_credentials_do_not_go_along(
@@ -296,6 +329,7 @@ def test_an_encryption_is_asked_for_with_every_object(s3_server: S3Server) -> No
         ({"requester_pays": True}, "arguments of requests"),
         ({"s3_additional_kwargs": {"ACL": "private"}}, "arguments of requests"),
         ({"config_kwargs": {"read_timeout": 9}}, "a time limit"),
+        ({"config_kwargs": {"signature_version": "s3"}}, "signatures of this version"),
         ({}, None),
     ],
 )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,15 @@ _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
 _WRITTEN_AT = ("LastModified", "last_modified", "mtime", "updated", "created")
 """Names that file systems give the time of writing."""
 
+_NO_BULK = (
+    *("MissingContentMD5", "InvalidRequest", "InvalidArgument", "MissingArgument"),
+    *("NotImplemented", "MethodNotAllowed", "400", "405", "501"),
+)
+"""Answers of stores that do not take bulk deletions as botocore sends them, without Content-MD5."""
+
+_OF_INSTANCES = ("asynchronous", "loop", "skip_instance_cache")
+"""Options that say how a program shares a file system. Those made here are never shared."""
+
 _FROM_LISTINGS = ("exists", "find", "info", "ls")
 """Methods that a file system may answer from cached listings."""
 
@@ -74,6 +84,10 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
     client = CLIENTS.get(protocol)
     surroundings = client.surroundings() if client else None
     bucket = "" if client else url.split("/")[2]
+    # fsspec's configuration gives what is not given here, also what s3fs_options would give.
+    configured = [fsspec.config.conf.get(name, {}) for name in CLIENTS if CLIENTS[name] is client]
+    every = chain(*(about.items() for about in (*configured, options)))
+    options = {name: value for name, value in every if name not in _OF_INSTANCES}
     # The key has the process id: a forked process must not share connections.
     known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)))
     with _lock:

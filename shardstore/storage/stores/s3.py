@@ -247,6 +247,8 @@ async def settings(fs: Any, url: str) -> S3Settings:
 
 
 def _unsupported(fs: Any, client: Any, url: str) -> str:
+    from botocore import UNSIGNED
+
     config = client.meta.config
     s3, verify = config.s3 or {}, client._endpoint.http_session._verify
     tls = client.meta.endpoint_url.startswith("https:")
@@ -259,6 +261,7 @@ def _unsupported(fs: Any, client: Any, url: str) -> str:
         "a certificate": tls and verify is not True and {verify} != bundles,
         "a time limit": any(getattr(config, name) != value for name, value in LIMITS.items()),
         "accelerated transfers": s3.get("use_accelerate_endpoint"),
+        "signatures of this version": config.signature_version not in ("s3v4", UNSIGNED),
         "a bucket of this name": not _BUCKET.fullmatch(url.split("/")[2]),
         "a process that was forked after TensorStore's import": has_forked(),
         "a system without files in memory": not hasattr(os, "memfd_create"),
