@@ -29,6 +29,7 @@ class Fault(Enum):
     ABSENT = "404 NoSuchKey; the server sees nothing"
     DENIED = "403 AccessDenied; the server sees nothing"
     LOCKED = "400 InvalidRequest, as of a bucket with an object lock; the server sees nothing"
+    UNKNOWN = "501 NotImplemented; the server sees nothing"
     RESET_BEFORE = "reset before the server sees anything"
     RESET_IN_REQUEST = "reset after half of the request's body went to the server"
     DROP_ANSWER = "the server does the work, then reset in place of its answer"
@@ -440,6 +441,7 @@ _REFUSALS = {
     Fault.SLOW_DOWN: ("503 Slow Down", "Please reduce your request rate."),
     Fault.ABSENT: ("404 Not Found", "The specified key does not exist."),
     Fault.DENIED: ("403 Forbidden", "Access Denied"),
+    Fault.UNKNOWN: ("501 Not Implemented", "A header you provided is not implemented"),
     Fault.LOCKED: (
         "400 Bad Request",
         "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with "

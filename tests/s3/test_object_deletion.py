@@ -26,6 +26,7 @@ from shardstore.storage.commit.identity import ATTEMPTS, is_committed
 from shardstore.storage.commit.objects import ObjectAttempt
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
+from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.store_suite import Target, assert_small_state, small_state, unfinished_save
 
@@ -344,6 +345,24 @@ def test_what_a_store_refused_to_delete_of_layout_1_is_known(
     assert place.remote.walk(ATTEMPTS) == [own_objects.DELETING]
     sweep(place, older_than=timedelta(0), dry_run=False)
     assert place.remote.walk() == []
+
+
+@pytest.mark.parametrize("fault", [Fault.LOCKED, Fault.UNKNOWN])
+def test_a_store_without_bulk_deletions(s3_server: S3Server, fault: Fault) -> None:
+    """Many demand a Content-MD5, which botocore does not send since 1.36."""
+    bucket = s3_server.new_bucket()
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        rule = proxy.add(fault, methods=("POST",), path=r"\?delete", count=None)
+        place = Location.of(f"s3://{bucket}/run", s3_server.at(proxy.endpoint_url).storage_options)
+        for overwrite in (False, True):
+            shardstore.save(
+                small_state(), place.url, storage_options=place.options, overwrite=overwrite
+            )
+        delete_checkpoint(place)
+        assert rule.hits
+        assert s3_server.keys(bucket, "run/") == []
+        with pytest.raises(StorageError, match="NoSuchBucket"):
+            Location.of("s3://shardstore-nowhere-0815", place.options).remote.delete(["x"])
 
 
 def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> None:

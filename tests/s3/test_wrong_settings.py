@@ -293,6 +293,16 @@ def test_an_object_lock_is_named_with_the_remedy(s3_server: S3Server, client: st
         assert all("x-amz-checksum-sha256" in put.headers for put in puts)
 
 
+@pytest.mark.parametrize("client", ["tensorstore", "boto"])
+def test_a_store_that_refuses_conditions_is_named(s3_server: S3Server, client: str) -> None:
+    url = f"s3://{s3_server.new_bucket()}/run"
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        proxy.add(Fault.UNKNOWN, conditional=True, client=f"(?i){client}", count=None)
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        with pytest.raises(StorageError, match=r"NotImplemented.*honours conditional writes"):
+            shardstore.save(state(1), url, storage_options=options)
+
+
 @pytest.mark.parametrize("end", ["//", "/?region=x", "#x"])
 def test_an_endpoint_with_more_than_a_host_and_a_path(s3_server: S3Server, end: str) -> None:
     refused(s3_server.at(f"{s3_server.endpoint_url}{end}"), "s3://bucket/run/x", "endpoint_url has")

@@ -149,6 +149,8 @@ _REMEDIES = {
     "IllegalLocationConstraintException": _REGION,
     "InvalidRequest": "the bucket demands more of a request: if it has an object lock, give "
     "storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}",
+    "NotImplemented": "the store does not know this request or a header of it, such as "
+    "If-None-Match: use a store that honours conditional writes",
     "InvalidBucketName": "the bucket's name is not valid: correct the URL",
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",

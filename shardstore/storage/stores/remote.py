@@ -342,7 +342,7 @@ class RemoteStore:
 
     def _delete_each(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), self.errors("deleting below", "", absent=True):
                 self.call("rm_file", path)
 
     def _delete_keys(self, paths: Sequence[str]) -> None:
@@ -358,7 +358,13 @@ class RemoteStore:
             if tried:
                 time.sleep(0.2 * 2**tried)
             wanted = {"Objects": [{"Key": key} for key in left], "Quiet": True}
-            answer = self.call("call_s3", "delete_objects", Bucket=bucket, Delete=wanted)
+            try:
+                answer = self.call("call_s3", "delete_objects", Bucket=bucket, Delete=wanted)
+            except OSError as error:
+                if code_of(error) not in _NO_BULK:
+                    raise
+                self._delete_each(paths)
+                return
             refused = [e for e in answer.get("Errors") or () if e.get("Code") != "NoSuchKey"]
             if not refused:
                 return

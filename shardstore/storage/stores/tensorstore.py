@@ -236,6 +236,8 @@ def wait(
         found = future.result(timeout=max(0.0, (began or now) + seconds - now))
         remote.has_answered()
         return found
+    except NotImplementedError as error:  # HTTP 501
+        raise ValueError(str(error)) from None
     except TimeoutError:
         future.cancel()
         # A cancelled request counts against the limit of its context until the server answers.
