@@ -24,7 +24,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints
-from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint, require_root
 from shardstore.storage.format.manifest import content_digest
 from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.options import require_number
@@ -146,11 +146,15 @@ class Steps:
         """Return all committed steps, ascending.
 
         Raises:
-            StorageError: the store failed.
+            ArgumentError: the root is a checkpoint itself, without steps below it.
+            StorageError: the root is a file, or the store failed.
         """
-        self.root.require_no_file()
-        steps = [step for step in map(self.step_of, self.root.listing()) if step is not None]
-        return sorted(step for step in steps if is_checkpoint(self.place(step)))
+        names = self.root.listing()
+        steps = [step for step in map(self.step_of, names) if step is not None]
+        found = sorted(step for step in steps if is_checkpoint(self.place(step)))
+        if not found:
+            require_root(self.root, names)
+        return found
 
     def infos(self) -> dict[int, StepInfo]:
         """Return the description of each committed step, ascending. A commit is read again only if

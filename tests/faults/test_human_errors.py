@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -156,6 +157,29 @@ def test_a_file_instead_of_a_root_folder_is_an_error(tmp_path: Path, entry: str)
     }
     with pytest.raises(StorageError, match=r"run\.pt is a file"):
         calls[entry]()
+
+
+@pytest.mark.parametrize("entry", ["latest", "steps", "manager", "restore", "save"])
+def test_a_checkpoint_instead_of_a_root_folder_is_an_error(stored: Path, entry: str) -> None:
+    """Other programs resume from the path of a step."""
+    calls: dict[str, Callable[[], object]] = {
+        "latest": lambda: shardstore.latest(stored),
+        "steps": lambda: CheckpointManager(stored).steps(),
+        "manager": lambda: CheckpointManager(stored).latest(),
+        "restore": lambda: CheckpointManager(stored).restore(state()),
+        "save": lambda: CheckpointManager(stored).save(1, state()),
+    }
+    before = sorted(stored.rglob("*"))
+    above = re.escape(str(stored.parent))
+    with pytest.raises(ArgumentError, match=rf"is a checkpoint itself.*give {above}"):
+        calls[entry]()
+    assert sorted(stored.rglob("*")) == before
+
+
+def test_steps_below_a_checkpoint_are_found(stored: Path) -> None:
+    shardstore.save(state(), stored / "step-1")
+    assert shardstore.latest(stored) == str(stored / "step-1")
+    assert CheckpointManager(stored).steps() == [1]
 
 
 # -- state dicts and tensors -------------------------------------------------------------------

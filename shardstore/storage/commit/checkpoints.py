@@ -125,18 +125,20 @@ def latest(
     :meth:`CheckpointManager.latest`.
 
     Raises:
-        StorageError: the store failed.
+        ArgumentError: the root is a checkpoint itself, without others below it.
+        StorageError: the root is a file, or the store failed.
     """
     place = Location.of(root, storage_options)
-    place.require_no_file()
-    names = [([*map(int, re.findall(r"\d+", name))], name) for name in place.listing()]
-    for numbers, name in sorted(names, reverse=True):
+    names = place.listing()
+    numbered = [([*map(int, re.findall(r"\d+", name))], name) for name in names]
+    for numbers, name in sorted(numbered, reverse=True):
         try:
             if not name.startswith(".") and identity.is_checkpoint(place.child(name)):
                 return place.child(name).url
         except StorageError:
             if numbers:  # others are no steps, such as lost+found, which only root may read
                 raise
+    identity.require_root(place, names)
     return None
 
 

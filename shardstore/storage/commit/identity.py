@@ -10,7 +10,12 @@ import json
 import pickle
 from collections.abc import Collection
 
-from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
+from shardstore.errors import (
+    ArgumentError,
+    CheckpointingException,
+    DamagedCheckpointError,
+    StorageError,
+)
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.location import Location
@@ -18,7 +23,7 @@ from shardstore.storage.stores.location import Location
 ATTEMPTS = ".attempts"
 """Folder of the claims and marks, below a target in an object store."""
 
-_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_NAMES = (".pt", ".pth", ".bin", ".ckpt")
 _MOST = 50
 """Largest number of subfolders that are searched for a checkpoint."""
 
@@ -99,7 +104,7 @@ def instead(location: Location) -> str | None:
         return None
     if location.name.endswith(".safetensors"):
         return f"it is a safetensors file: {_convert(location)}"
-    if location.name.endswith(_TORCH):
+    if location.name.endswith(TORCH_NAMES):
         return "it looks like a file of torch.save: load it with torch.load, and save what it holds"
     return None
 
@@ -147,6 +152,27 @@ def is_checkpoint(location: Location) -> bool:
         names = location.listing()
         committed = is_committed(location, names)
     return committed and (CONFIG_NAME in names or what_else(location) is None)
+
+
+def require_root(root: Location, names: Collection[str]) -> None:
+    """Raise an error if checkpoints were sought below a place that cannot be their root. Taken for
+    an empty root, a run would begin anew.
+
+    Args:
+        root: a place without checkpoints below it.
+        names: the names directly below it.
+
+    Raises:
+        StorageError: it is a file, or the store failed.
+        ArgumentError: it is a checkpoint itself.
+    """
+    root.require_no_file()
+    if not {CONFIG_NAME, "zarr.json"}.isdisjoint(names) and is_checkpoint(root):
+        raise root.error(
+            " is a checkpoint itself, and has no checkpoints below it: give "
+            f"{root.url.rpartition('/')[0]}, the folder that holds it",
+            ArgumentError,
+        )
 
 
 def is_committed(location: Location, names: Collection[str] | None = None) -> bool:
