@@ -71,8 +71,9 @@ def _metrics_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         try:
             found[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise errors.ArgumentError(f"metric {name!r}={value!r} must be one number") from None
+        except Exception:  # whatever the value's own type raises
+            text = f"metric {name!r}={value!r:.100} must be one number"
+            raise errors.ArgumentError(text) from None
     return found
 
 

@@ -105,6 +105,7 @@ class Steps:
         damaged: steps that were found damaged.
         incomplete: incomplete steps that the last warning about them named or counted.
         abandoned: steps of branches that the run left, already named in a warning.
+        is_unranked: whether a warning said that no step has the metric of the policy.
 
     Raises:
         ArgumentError: the prefix has characters that are not allowed.
@@ -121,6 +122,7 @@ class Steps:
         self.damaged: set[int] = set()
         self.incomplete: set[int] = set()
         self.abandoned: set[int] = set()
+        self.is_unranked = False
         self._known: dict[int, tuple[object, StepInfo]] = {}  # by the stamp of its commit
         self._last: int | None = None
         self._changed = threading.Condition()
@@ -312,6 +314,15 @@ class Steps:
 
         Steps of branches that the run left stay, because the user may want them.
         """
+        unranked = policy.best and not any(policy.metric in i.metrics for i in infos.values())
+        if unranked and infos and not self.is_unranked:
+            self.is_unranked = True
+            step = max(infos)
+            logger.warning(
+                f"best={policy.best} keeps no step below {self.root.url}, because none has the "
+                f"metric {policy.metric!r}; step {step} has "
+                f"{', '.join(sorted(infos[step].metrics)) or 'none'}. Pass it to save(metrics=)"
+            )
         whole = {step: info for step, info in infos.items() if step not in self.damaged}
         managed = [step for step in branches(whole)[0] if infos[step].managed]
         incomplete: dict[int, str] = {}

@@ -14,6 +14,7 @@ import torch
 import shardstore
 from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.errors import (
+    ArgumentError,
     CheckpointExistsError,
     DamagedCheckpointError,
     NotACheckpointError,
@@ -200,6 +201,25 @@ def test_the_newest_whole_step_is_never_deleted(
     manager.save(3, state_of(3))
     manager.close()
     assert manager.steps() == [3]
+
+
+def test_a_metric_that_no_step_has_is_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a wrong name deletes the best step, and nobody hears of it."""
+    manager = CheckpointManager(tmp_path, keep_last=1, best=1, metric="val_loss")
+    for step in (1, 2):
+        manager.save(step, state_of(step), metrics={"loss": 1.0, "accuracy": 0.5})
+    manager.close()
+    (text,) = warnings_of(caplog)
+    assert "best=1 keeps no step" in text
+    assert "'val_loss'" in text
+    assert "step 1 has accuracy, loss" in text
+    caplog.clear()
+    with CheckpointManager(tmp_path, best=1, metric="loss") as manager:
+        manager.save(3, state_of(3))
+    assert manager.steps() == [2, 3]
+    assert warnings_of(caplog) == []
 
 
 def test_incomplete_steps_are_warned_about_once(
@@ -420,6 +440,8 @@ def test_wrong_arguments_save_nothing(tmp_path: Path) -> None:
         manager.save(1, state_of(1), metrics={"loss": "low"})
     with pytest.raises(TypeError, match=r"strict.*it takes .*durable"):
         manager.save(1, state_of(1), strict="raise_all")  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match="metric 'loss'=1000"):
+        manager.save(1, state_of(1), metrics={"loss": 10**400})  # float() raises OverflowError
     with pytest.raises(TypeError, match="metric"):
         manager.async_save(1, state_of(1), metrics={"loss": torch.ones(2)})
     with pytest.raises(ValueError, match="progress=7"):
