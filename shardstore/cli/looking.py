@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -321,9 +320,9 @@ def verify(
 
     def found(finding: Finding) -> None:
         findings.append(finding)
-        if not as_json:
-            say(f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}")
-            sys.stdout.flush()
+        line = f"{finding.severity.upper():<7}{finding.kind:<18}{finding.message}"
+        if not (as_json or say(line)) and finding.severity == "damage":
+            raise typer.Exit(opt.DAMAGE)  # nobody reads the other findings
 
     stored, progress = StoredCheckpoint(location), opt.bar(as_json)
     result = verification.verify(stored, found, keys=keys or (), hashes=hashes, progress=progress)

@@ -14,20 +14,31 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from shardstore.inspection.opened import aligned, cells, clean
 
 
-def say(*lines: str) -> None:
-    """Print lines to standard output, cleaned."""
-    if lines:
-        print("\n".join(map(clean, lines)))
+def say(*lines: str) -> bool:
+    """Print lines to standard output, cleaned. Return whether somebody reads it."""
+    return not lines or _put("\n".join(map(clean, lines)), sys.stdout)
 
 
 def complain(message: object) -> None:
     """Print one line to standard error."""
     line = re.sub(r"\s*[\n\t]\s*", " ", str(message).strip())
-    print(clean(f"shardstore: {line}"), file=sys.stderr)
+    _put(clean(f"shardstore: {line}"), sys.stderr)
+
+
+def _put(text: str, stream: TextIO) -> bool:
+    """Print a text, and return whether somebody reads it. If the reader (head, less) has gone, all
+    later output goes nowhere, so that the exit code is still that of the result."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return False
+    return True
 
 
 class Warnings(logging.Handler):
@@ -40,7 +51,7 @@ class Warnings(logging.Handler):
 
 def emit(value: object) -> None:
     """Print a JSON document, in ASCII. NaN and the infinities become strings, as in Zarr."""
-    print(json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2))
+    _put(json.dumps(json.loads(json.dumps(value), parse_constant=str), indent=2), sys.stdout)
 
 
 def answer(as_json: bool, value: object, *lines: str) -> None:

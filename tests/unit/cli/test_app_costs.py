@@ -6,6 +6,8 @@ Nothing here is timed: ``scripts/benchmark cli`` does that.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,23 @@ def test_a_reader_that_has_seen_enough_is_no_failure(many: Path) -> None:
     loop = f"for i in 1 2 3 4; do {sys.executable} -m shardstore ls {many} --json | head -1; done"
     done = run_to_end(["bash", "-e", "-o", "pipefail", "-c", loop])
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n" * 4, "")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["verify A", "verify A --json", "diff A B", "stats A", "ls B/no"]
+)
+def test_a_result_is_told_to_the_shell_whoever_reads(
+    many: Path, tmp_path: Path, arguments: str
+) -> None:
+    """`shardstore verify CKPT | head -1` in a script: damage is no success because of `head`."""
+    shutil.copytree(many, tmp_path / "A")
+    for chunk in tmp_path.glob("A/*/c*"):
+        if chunk.is_file():
+            chunk.write_bytes(b"x" * chunk.stat().st_size)
+    shardstore.save(shardstore.shard({"other": torch.ones(2)}), tmp_path / "B")
+    given = re.sub("[AB]", lambda found: str(tmp_path / found[0]), arguments)
+    script = f"{sys.executable} -m shardstore {given} 2>&1 | true; exit ${{PIPESTATUS[0]}}"
+    alone = run_to_end([sys.executable, "-m", "shardstore", *given.split()])
+    done = run_to_end(["bash", "-c", script])
+    assert alone.returncode == (2 if "no" in arguments else 1)
+    assert (done.returncode, done.stdout, done.stderr) == (alone.returncode, "", "")
