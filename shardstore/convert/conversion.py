@@ -27,7 +27,7 @@ from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
 from shardstore.hf.files import is_file_name
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
-from shardstore.storage.commit.identity import is_ours
+from shardstore.storage.commit.identity import TORCH_NAMES, is_ours
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
@@ -132,6 +132,10 @@ def convert(
     if (beside := output.parent()) is None:
         raise output.error(" is a whole store: name a folder in it as the target", ArgumentError)
     found = source_format or detect(place)
+    if target_format is None and output.name.endswith(TORCH_NAMES):
+        text = " is named as a file of torch.save, which is not written: name a folder or a file "
+        text += "NAME.safetensors, or give target_format= for a folder of this name"
+        raise output.error(text, ArgumentError)
     by_name = "safetensors" if output.name.endswith(".safetensors") else "shardstore"
     wanted = target_format or by_name
     formats = ("source_format", found, FORMATS), ("target_format", wanted, TARGET_FORMATS)

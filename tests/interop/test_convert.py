@@ -282,6 +282,11 @@ def test_wrong_places_and_formats(tmp_path: Path) -> None:
         with pytest.raises(CheckpointingException, match=next(iter(options))):
             convert(tmp_path / "m.safetensors", tmp_path / "c", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "c").exists()
+    for name in ("model.pt", "pytorch_model.bin"):  # not a folder where a file was meant
+        with pytest.raises(CheckpointingException, match=rf"{name}.*target_format="):
+            convert(tmp_path / "m.safetensors", tmp_path / name)
+    convert(tmp_path / "m.safetensors", tmp_path / "last.pt", target_format="shardstore")
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", "m.safetensors", "nothing"]
 
 
 def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
