@@ -41,7 +41,12 @@ import ml_dtypes
 import numpy as np
 from zarr.core.buffer.cpu import NDBuffer as NDBuffer
 from zarr.core.dtype.common import HasEndianness, HasItemSize
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+from zarr.dtype import ZDType, data_type_registry
+
+try:
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined]
+except ImportError:  # before zarr 3.2
+    from zarr.dtype import DataTypeValidationError
 
 if TYPE_CHECKING:
     from zarr.core.common import JSON, ZarrFormat

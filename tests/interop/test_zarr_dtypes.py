@@ -421,6 +421,14 @@ def run_alone(which: str, script: str, *args: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("which", ["here", "newest"])
+def test_zarr_finds_the_types_where_warnings_are_errors(which: str) -> None:
+    """As in programs tested by pytest with ``filterwarnings = error``."""
+    script = "import zarr, shardstore.zarr_dtypes as found; print(len(found.DATA_TYPES))"
+    done = run_to_end([interpreter(which), "-W", "error", "-c", script], cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, str(len(zd.DATA_TYPES))), done.stderr
+
+
 def write_group(root: Path, zarr_format: int) -> None:
     """Arrays of every data type by TensorStore, and the root document by hand."""
     members: dict[str, Any] = {}
