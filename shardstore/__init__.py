@@ -10,6 +10,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardstore import bridge as bridge
+    from shardstore import convert as convert
+    from shardstore import dcp as dcp
+    from shardstore import errors as errors
+    from shardstore import hf as hf
+    from shardstore import lightning as lightning
+    from shardstore import megatron as megatron
+    from shardstore import progress as progress
+    from shardstore import strategies as strategies
+    from shardstore import torchtitan as torchtitan
+    from shardstore import verl as verl
+    from shardstore import zarr_dtypes as zarr_dtypes
     from shardstore.async_handle import AsyncSave as AsyncSave
     from shardstore.async_handle import async_save as async_save
     from shardstore.core import CheckpointingException as CheckpointingException
@@ -55,20 +67,22 @@ _WHERE = {
 __all__ = sorted(_WHERE)
 
 
-def __getattr__(name: str) -> object:
-    if name in _WHERE:
-        from shardstore.storage.runtime.collector import collector_paused
+if not TYPE_CHECKING:  # else every wrong name would be one to a type checker
 
-        with collector_paused():  # garbage collection slows the imports of a first save
-            value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)
-        globals()[name] = value
-        return value
-    try:
-        return importlib.import_module(f"shardstore.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"shardstore.{name}":
-            raise
-        raise AttributeError(f"module 'shardstore' has no attribute {name!r}") from None
+    def __getattr__(name: str) -> object:
+        if name in _WHERE:
+            from shardstore.storage.runtime.collector import collector_paused
+
+            with collector_paused():  # garbage collection slows the imports of a first save
+                value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)
+            globals()[name] = value
+            return value
+        try:
+            return importlib.import_module(f"shardstore.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"shardstore.{name}":
+                raise
+            raise AttributeError(f"module 'shardstore' has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

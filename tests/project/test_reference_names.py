@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
+import shardstore
 from tests.helpers.processes import run_to_end
 
 # module -> name -> parameters ("name" or "name=default"), None for data and classes without their
@@ -194,6 +198,22 @@ def test_importing_the_package_imports_neither_torch_nor_tensorstore() -> None:
     )
     done = run_to_end([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_find_the_names_of_the_pages_and_no_others() -> None:
+    """They take a module with ``__getattr__`` for one that has every name, with no type."""
+    file = Path(shardstore.__file__)
+    block, loader = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    assert ast.unparse(loader.test) == "not TYPE_CHECKING"
+    assert "def __getattr__" in ast.unparse(loader)
+    assert "def __getattr__" not in "".join(map(ast.unparse, block.body))
+    known = {name.asname for node in ast.walk(block) for name in getattr(node, "names", ())}
+    used = set(shardstore.__all__)
+    for page in [file.parents[1] / "README.md", *(file.parents[1] / "docs").rglob("*.md")]:
+        for program in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M):
+            used.update(re.findall(r"^(?!from|import).*\bshardstore\.(\w+)", program, re.M))
+    assert {"save", "dcp"} <= used <= known
 
 
 @pytest.mark.parametrize(
