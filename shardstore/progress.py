@@ -48,7 +48,7 @@ def log_event(
         seconds = fields["seconds"]
         rate = round(fields["bytes"] / max(seconds, 1e-9))
         fields = {**fields, "seconds": round(seconds, 3), "bytes_per_second": rate}
-    logger.log(level, "%s", text, extra={"event": event, **fields})
+    logger.log(level, "%s", text, extra={"event": event, **fields}, stacklevel=2)
 
 
 logger = logging.getLogger(__name__)

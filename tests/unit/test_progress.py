@@ -156,6 +156,9 @@ def test_logs_are_structured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert [r["step"] for r in by_event["delete"]] == [4]
     (loaded,) = by_event["load"]
     assert loaded["bytes"] == 64 * 32 * 4
+    # Each record names the place that logs it, by which programs group records.
+    assert loaded["funcName"] == "run_load"
+    assert by_event["commit"][0]["filename"] == "session.py"
     for record in [*by_event["commit"], loaded]:
         assert record["seconds"] > 0
         assert record["bytes_per_second"] > 0
