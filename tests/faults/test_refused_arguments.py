@@ -170,7 +170,7 @@ def test_flags_are_true_or_false(
 
 
 def test_states_that_are_no_dicts_are_refused(saved: Path) -> None:
-    manager = CheckpointManager(saved)
+    manager = CheckpointManager(saved.parent)
     calls: list[Callable[[Any], object]] = [
         lambda wrong: shardstore.save(wrong, saved / "c"),
         lambda wrong: shardstore.async_save(wrong, saved / "c"),
