@@ -88,7 +88,7 @@ class _Stored(_Strategy):  # type: ignore[misc]
         return Location.of(self.broadcast(path), storage_options or self._storage_options)
 
     def _write(self, place: Location, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
-        def pickled(_: object) -> None:
+        def prepare(_: object) -> None:
             for at, value in leaves(rest):
                 if has_dtensors([value]):
                     what = f"{dotted(at)!r} is a DTensor, of which rank 0 would pickle its own part"
@@ -98,7 +98,7 @@ class _Stored(_Strategy):  # type: ignore[misc]
             torch.save(rest, buffer := io.BytesIO())
             tensors[META] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
-        Ranks.current().together(what=f"pickling {META} for {place.url}", decide=pickled)
+        Ranks.current().together(what=f"preparing {META} for {place.url}", decide=prepare)
         writer = StorageWriter(place.url, overwrite=True, storage_options=place.options)
         if self._is_asynchronous:
             self._background.start(tensors, place.url, storage_writer=writer)

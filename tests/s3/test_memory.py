@@ -68,17 +68,17 @@ def grown(
 def test_chunks_under_way_keep_to_the_budget(
     s3_server: S3Server, kind: str, compression: str | None
 ) -> None:
-    keeps_to_the_budget(s3_server, grown, kind, compression)
+    keeps_to(LIMIT, s3_server, grown, kind, compression)
 
 
-def keeps_to_the_budget(s3_server: S3Server, work: Callable[..., int], *arguments: object) -> None:
-    """One of some processes takes at most :data:`LIMIT`."""
+def keeps_to(limit: int, s3_server: S3Server, work: Callable[..., int], *arguments: object) -> None:
+    """One of some processes takes at most ``limit``."""
     url, options = f"s3://{s3_server.new_bucket()}", s3_server.storage_options
     for number in range(TRIES):
         (size,) = run_ranks(work, 1, f"{url}/{number}", options, *arguments)
-        if size <= LIMIT:
+        if size <= limit:
             break
-    assert size <= LIMIT, f"{size / MIB:.1f} MiB of at most {LIMIT / MIB:.1f}"
+    assert size <= limit, f"{size / MIB:.1f} MiB of at most {limit / MIB:.1f}"
 
 
 def test_small_chunks_keep_to_a_small_budget(s3_server: S3Server) -> None:
@@ -104,7 +104,7 @@ def packed(rank: int, world: int, url: str, options: dict[str, str]) -> int:
 
 
 def test_packs_keep_to_the_budget(s3_server: S3Server) -> None:
-    keeps_to_the_budget(s3_server, packed)
+    keeps_to(BUDGET, s3_server, packed)
 
 
 def moved(rank: int, world: int, url: str, options: dict[str, str], how: str) -> int:

@@ -82,7 +82,6 @@ def check(name: object, url: str | None = None) -> None:
         )
 
 
-@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy data type of a Zarr name; from ml_dtypes for types that NumPy lacks, and a
     structured type for :data:`PACKED`.
@@ -90,6 +89,15 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     Raises:
         DTypeMismatchError: this version does not read the data type.
     """
+    try:
+        return _numpy_dtype(name)
+    except TypeError:  # a name of another type
+        check(name)
+        raise
+
+
+@cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes  # noqa: F401 (teaches NumPy the types that it lacks)
     import numpy as np
 
@@ -112,11 +120,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
-@cache
 def itemsize(name: str) -> int:
     """Return the size of an element in bytes. Raise errors as :func:`numpy_dtype`."""
-    check(name)
-    return _ITEMSIZES[name]
+    try:
+        return _ITEMSIZES[name]
+    except (KeyError, TypeError):  # a name of another type
+        check(name)
+        raise
 
 
 @lru_cache(maxsize=256)  # a checkpoint has few data types

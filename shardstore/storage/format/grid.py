@@ -182,9 +182,27 @@ def plan_grid(
         leading_only: cut an inner axis only if all outer axes are cut to single rows, so that each
             chunk is one contiguous range of the flattened shard.
     """
-    chunk = [max(1, min(s, n)) for s, n in zip(shard_shape, global_shape, strict=True)]
-    # If several shards lie along an axis, the chunk edge must divide the shard edge.
-    cut = tuple(e < n for e, n in zip(chunk, global_shape, strict=True))
+    edges = tuple(max(1, min(s, n)) for s, n in zip(shard_shape, global_shape, strict=True))
+    cut = tuple(e < n for e, n in zip(edges, global_shape, strict=True))
+    chunk_shape = chunk_shape_for(edges, cut, itemsize, target_chunk_bytes, leading_only)
+    return Grid(global_shape, chunk_shape)
+
+
+@lru_cache(maxsize=4096)  # many shapes share few shards
+def chunk_shape_for(
+    edges: Shape, cut: tuple[bool, ...], itemsize: int, target_chunk_bytes: int, leading_only: bool
+) -> Shape:
+    """Return the chunk edges for shards of the given edges.
+
+    Args:
+        edges: shard edges.
+        cut: for each axis, whether several shards lie along it; the chunk edge must then divide the
+            shard edge.
+        itemsize: size of an element in bytes.
+        target_chunk_bytes: see :func:`plan_grid`.
+        leading_only: see :func:`plan_grid`.
+    """
+    chunk = list(edges)
     if not leading_only:
         _cut_columns(chunk, cut, itemsize)
     for axis in range(len(chunk)):
@@ -199,7 +217,7 @@ def plan_grid(
             chunk[axis] = _divisor(chunk[axis], at_most, leading_only)
         if leading_only and chunk[axis] != 1:
             break
-    return Grid(global_shape, tuple(chunk))
+    return tuple(chunk)
 
 
 def _cut_columns(chunk: list[int], cut: tuple[bool, ...], itemsize: int) -> None:
