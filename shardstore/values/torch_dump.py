@@ -19,6 +19,8 @@ from typing import IO, Any, cast
 
 import torch
 
+from shardstore.errors import AccessPatternError
+
 _View = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Offset, shape and strides of a tensor in its storage, in elements of a data type."""
 _PLAIN = (str, int, float, bool, type(None), bytes, complex, torch.dtype, torch.device, torch.Size)
@@ -51,6 +53,7 @@ def _pickler(place: _Place) -> type[pickle.Pickler]:
         def reducer_override(self, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return NotImplemented
+            _require_whole(value)
             function, args, *more = cast(Any, value).__reduce_ex__(2)
             is_subclass = function is torch._tensor._rebuild_from_type_v2
             first, *rest = args[2] if is_subclass else args
@@ -65,6 +68,16 @@ def _pickler(place: _Place) -> type[pickle.Pickler]:
             return function, (*args[:2], made, *args[3:]) if is_subclass else made, *more
 
     return Pickler
+
+
+def _require_whole(value: Any) -> None:
+    """Refuse a DTensor of which this rank holds a part: loaded, each rank would get that part."""
+    parts = [one for one in getattr(value, "placements", ()) if not one.is_replicate()]
+    if parts and value.device_mesh.size() > 1:
+        raise AccessPatternError(
+            f"it holds a DTensor of shape {tuple(value.shape)} and placements {value.placements}, "
+            "and only dicts and lists are searched for DTensors"
+        )
 
 
 def _pickler_for(value: object) -> type[pickle.Pickler]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardstore
 from shardstore import CheckpointingException, ShardedObject, ShardedTensor
@@ -25,11 +29,16 @@ def _bad(kind: str, rank: int) -> dict[str, Any]:
         "e", torch.ones(0), (4,), replica_id=rank, flattened_range=slice(0, 0)
     )
     part = ShardedObject("part", text if rank else 1, (2,), (rank,))
+    average = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    held = ShardedObject("held", argparse.Namespace(ema=average), (2,), (rank,))
     return {
         "common": {"at": [{"bad": text if rank == 0 else 1}]},
         "object of rank 1": {"at": part},
         "tuple of rank 1": {"at": (_weight(rank, 2),) if rank else 1},
         "empty range": {"at": empty},
+        "sharded in a namespace": {"at": argparse.Namespace(ema=average)},
+        "sharded in a deque": {"at": [collections.deque([average])]},
+        "sharded in an object": {"at": held},
     }[kind]
 
 
@@ -38,6 +47,9 @@ NAMED = {
     "object of rank 1": ("part/shard_1_2", "numpy.ndarray"),
     "tuple of rank 1": ("'at'", "tuple"),
     "empty range": ("'e'", "empty range"),
+    "sharded in a namespace": ("'at'", "argparse.Namespace", "DTensor"),
+    "sharded in a deque": ("'at.0'", "deque", "DTensor"),
+    "sharded in an object": ("'held/shard_", "argparse.Namespace", "DTensor"),
 }
 
 
@@ -63,6 +75,19 @@ def test_every_rank_is_told(tmp_path: Path) -> None:
             for word in words:
                 assert word in text, text
     assert not (tmp_path / "c").exists()
+
+
+def _save_copies(rank: int, world_size: int, place: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = DTensor.from_local(torch.arange(2.0), mesh, [Replicate()])
+    shardstore.save({"w": _weight(rank, world_size), "at": argparse.Namespace(ema=whole)}, place)
+    loaded = shardstore.load({}, place)
+    assert torch.equal(loaded["at"].ema.to_local(), torch.arange(2.0))
+
+
+def test_a_whole_dtensor_in_a_value_is_saved(tmp_path: Path) -> None:
+    """Any rank has all of it, unlike a sharded one."""
+    run_ranks(_save_copies, 2, str(tmp_path / "c"))
 
 
 def test_an_empty_range_of_a_tensor_without_elements_is_nothing(tmp_path: Path) -> None:
