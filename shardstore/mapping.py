@@ -522,7 +522,7 @@ def ints(values: Sequence[int]) -> tuple[int, ...]:
         ArgumentError: ``values`` is no sequence of numbers.
     """
     try:
-        return tuple(int(value) for value in values)
+        return tuple(map(int, values))
     except (TypeError, ValueError):
         raise errors.ArgumentError(
             f"{values!r:.100} must be a tuple of whole numbers, such as (4, 2)"

@@ -7,14 +7,14 @@ objects.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from shardstore import dict_utils
 from shardstore.coverage import is_empty_range
-from shardstore.errors import StructureError
+from shardstore.errors import AccessPatternError, StructureError
 from shardstore.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
@@ -25,6 +25,7 @@ from shardstore.mapping import (
     ShardedTensorFactory,
     StateDict,
     apply_factories,
+    apply_factory_merges,
 )
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 from shardstore.values.record import LIST_LENGTH
@@ -140,10 +141,35 @@ def is_plain(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def has_dtensors(values: Iterable[Any]) -> bool:
-    """Return whether some of the values are DTensors."""
+def is_dtensor(value: object) -> bool:
+    """Return whether a value is a DTensor."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # if imported
-    return any(isinstance(value, kind) for value in values)
+    return isinstance(value, kind)
+
+
+def check_tuple(value: tuple[Any, ...], path: dict_utils.Path) -> None:
+    """Refuse a tuple with a sharded value in it. Tuples are values, saved whole by one rank."""
+    name = dict_utils.dotted(path)
+    if any(isinstance(one, ShardedBase) for one in value):
+        raise StructureError(
+            f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by "
+            "one rank; make it a list",
+            key=name,
+        )
+    if any(is_dtensor(one) for _, one in dict_utils.leaves(value)):
+        raise AccessPatternError(
+            f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
+            "tensors, so make it a list",
+            key=name,
+        )
+
+
+class HeldShards(NamedTuple):
+    """A tensor in a state, and the shards of it that this rank holds. They share its memory, so a
+    load fills it."""
+
+    tensor: Any
+    shards: Sequence[ShardedTensor]
 
 
 class StateSplit:
@@ -156,18 +182,20 @@ class StateSplit:
     Args:
         state: the state dict. A save replaces its factories in place by what they build.
         loading: whether it is loaded, not saved.
-        adopt: returns what takes the place of a shard of a class of its own, as DTensors have.
+        adopt: returns what takes the place of a tensor, or of a shard of a class of its own, at a
+            path, such as :class:`HeldShards`; default: itself.
         keys: leave out tensors and objects with other keys, and what builds only such.
 
     Attributes:
         found: all tensors and objects, those that factories build included.
         shards: the paths of those that are saved or loaded, and these.
-        needs_adoption: whether sharded tensors must be made of values by
-            :func:`shardstore.dtensor.adoption.adopt`: of DTensors, and in a load without sharded
-            values of plain tensors.
+        has_shards: whether sharded tensors, sharded objects or factories are in the state itself.
         empty: the paths of the empty dicts and lists.
+        others: the paths of the common values of a load, which the stored ones replace, and these;
+            without tensors.
         common: the common values of a save.
-        sharded, local: the shards and the unwrapped local values of a load.
+        sharded: the shards of a load, without those of :class:`HeldShards`.
+        local: the unwrapped local values of a load, and the tensors of :class:`HeldShards`.
         factories: the factories of a load, without data; lists as dicts by position.
 
     Raises:
@@ -182,7 +210,7 @@ class StateSplit:
         state: ShardedStateDict,
         *,
         loading: bool,
-        adopt: Callable[[Any], Any] = lambda shard: shard,
+        adopt: Callable[[Any, dict_utils.Path], Any] = lambda value, _: value,
         keys: Container[str] | None = None,
     ) -> None:
         if not isinstance(state, dict):
@@ -190,16 +218,14 @@ class StateSplit:
         self._loading, self._adopt, self._keys = loading, adopt, keys
         self.found: list[ShardedTensor | ShardedObject] = []
         self.shards: list[tuple[dict_utils.Path, ShardedTensor | ShardedObject]] = []
-        self._others: list[Any] = []
+        self.has_shards = False
         self.empty: list[dict_utils.Path] = []
+        self.others: list[tuple[dict_utils.Path, Any]] = []
         _, parts = self._walk(state, (), built=False)
         self.common: StateDict = parts.get(_COMMON, {})
         self.sharded: ShardedStateDict = parts.get(_SHARDED, {})
         self.local: StateDict = parts.get(_LOCAL, {})
         self.factories: ShardedStateDict = parts.get(_FACTORY, {})
-        self.needs_adoption = has_dtensors(self._others) or (
-            loading and not self.found and any(map(is_plain, self._others))
-        )
 
     def _walk(self, x: Any, path: dict_utils.Path, *, built: bool) -> _Walked:
         """Return the kinds of the values in ``x``, and its parts by kind."""
@@ -211,43 +237,70 @@ class StateSplit:
             self.empty += [] if built else [path]
             nothing: Any = dict_utils.empty_like(x) if isinstance(x, dict) else []
             return {_COMMON}, {} if self._loading else {_COMMON: nothing}
-        walked = []
-        for key, value in list(x.items() if isinstance(x, dict) else enumerate(x)):
-            here = (*path, key if isinstance(x, dict) else dict_utils.Position(key))
-            if isinstance(value, ShardedTensorFactory) and not built:
-                walked.append((key, *self._build(x, key, value, here)))
+        is_list, walked = isinstance(x, list), []
+        for key, value in list(enumerate(x) if isinstance(x, list) else x.items()):
+            here = (*path, dict_utils.Position(key) if is_list else key)
+            made = self._adopt(value, here) if isinstance(value, torch.Tensor) else value
+            if isinstance(made, HeldShards):
+                walked.append((key, *self._hold(made, here)))
+            elif isinstance(made, ShardedTensorFactory) and not built:
+                walked.append((key, *self._build(x, key, made, here)))
             else:
-                walked.append((key, *self._walk(value, here, built=built)))
+                walked.append((key, *self._walk(made, here, built=built)))
+            if not (built or self.has_shards):
+                self.has_shards = isinstance(value, ShardedBase)
         kinds = set[str]().union(*(kinds for _, kinds, _ in walked))
-        if isinstance(x, list) and _EMPTY in kinds:
-            raise StructureError(
-                f"the list at {dict_utils.dotted(path) or 'the top'} holds a flattened range of a "
-                "tensor without elements, which no checkpoint holds, so that the positions of the "
-                "other elements are unknown; make it a dict"
-            )
-        even = all(one == kinds for _, one, _ in walked) or (built and self._loading)
-        left = [one for one in walked if one[2]]
-        # A list by position in it has a further part, its length.
-        even = even and all(one[2].keys() == left[0][2].keys() for one in left)
-        if isinstance(x, list) and even:  # the positions stay, or those left out have no kind
-            walked = [(n, *one[1:]) for n, one in enumerate(left)]
+        even = is_list and self._is_even(walked, kinds, path, built=built)
+        if even:  # the positions stay, or those left out have no kind
+            walked = [(n, *one[1:]) for n, one in enumerate(one for one in walked if one[2])]
         parts: _Parts = {}
         for key, _, of_value in walked:
             for kind, part in of_value.items():
-                like = dict_utils.empty_like(x) if isinstance(x, dict) else {}
-                parts.setdefault(kind, like)[key] = part
-        if isinstance(x, list) and even:
+                if kind not in parts:
+                    parts[kind] = {} if is_list else dict_utils.empty_like(x)
+                parts[kind][key] = part
+        if even:
             return kinds, {k: p if k == _FACTORY else list(p.values()) for k, p in parts.items()}
-        if isinstance(x, list):
+        if is_list:
             # A load keeps its own lengths, because the stored lists may be others.
             parts.setdefault(_LOCAL if self._loading else _COMMON, {})[LIST_LENGTH] = len(x)
             kinds.add(_COMMON)
         return kinds, parts
 
+    def _is_even(
+        self,
+        walked: Sequence[tuple[Any, set[str], _Parts]],
+        kinds: set[str],
+        path: dict_utils.Path,
+        *,
+        built: bool,
+    ) -> bool:
+        """Return whether all elements of a list have the same kinds of values, so that each part
+        keeps their positions."""
+        if _EMPTY in kinds:
+            raise StructureError(
+                f"the list at {dict_utils.dotted(path) or 'the top'} holds a flattened range of a "
+                "tensor without elements, which no checkpoint holds, so that the positions of the "
+                "other elements are unknown; make it a dict"
+            )
+        left = [parts.keys() for _, _, parts in walked if parts]
+        # A list by position in it has a further part, its length.
+        return all(one == left[0] for one in left) and (
+            (built and self._loading) or all(one == kinds for _, one, _ in walked)
+        )
+
+    def _hold(self, held: HeldShards, path: dict_utils.Path) -> _Walked:
+        """Add the shards of a tensor."""
+        before = len(self.shards)
+        for shard in held.shards:
+            self._leaf(shard, path, built=True)
+        is_left_out = held.shards and len(self.shards) == before
+        return {_SHARDED}, {} if is_left_out or not self._loading else {_LOCAL: held.tensor}
+
     def _build(
         self, x: Any, key: Any, factory: ShardedTensorFactory, path: dict_utils.Path
     ) -> _Walked:
-        """Walk what a factory builds."""
+        """Walk what a factory builds. A save puts it in the place of the factory."""
         before, shards = len(self.found), len(self.shards)
         built = factory.build()
         if not self._loading:
@@ -269,7 +322,7 @@ class StateSplit:
             )
         if isinstance(value, ShardedTensor | ShardedObject):
             if type(value) not in (ShardedTensor, ShardedObject):
-                value = self._adopt(value)
+                value = self._adopt(value, path)
             self.found.append(value)
             is_flat = isinstance(value, ShardedTensor) and value.flattened_range is not None
             is_empty = is_flat and is_empty_range(value)
@@ -283,17 +336,27 @@ class StateSplit:
         for where, one in inside:
             if hasattr(one, "state_dict"):
                 _require_value(one, where)
-            self._others.append(one)
-        if isinstance(value, tuple) and any(isinstance(item, ShardedBase) for item in value):
-            name = dict_utils.dotted(path)
-            raise StructureError(
-                f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by "
-                "one rank; make it a list",
-                key=name,
-            )
+        if isinstance(value, tuple):
+            check_tuple(value, path)
         if isinstance(value, LocalNonpersistentObject):
             return {_LOCAL}, {_LOCAL: value.unwrap()} if self._loading else {}
-        return {_COMMON}, {} if self._loading else {_COMMON: value}
+        if not self._loading:
+            return {_COMMON}, {_COMMON: value}
+        if not isinstance(value, torch.Tensor):
+            self.others.append((path, value))
+        return {_COMMON}, {}
+
+    def merged(self, common: StateDict, loaded: Mapping[str, Any]) -> StateDict:
+        """Return the state of a load.
+
+        Args:
+            common: the stored common values.
+            loaded: what was loaded for each of :attr:`shards`, by its number.
+        """
+        values = {id(item): loaded[str(number)] for number, (_, item) in enumerate(self.shards)}
+        sharded = dict_utils.dict_list_map_outplace(lambda item: values[id(item)], self.sharded)
+        state = dict_utils.united(dict_utils.united(common, self.local), sharded)
+        return apply_factory_merges(state, self.factories)
 
 
 def _is_empty(value: Any) -> bool:

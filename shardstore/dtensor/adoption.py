@@ -18,13 +18,79 @@ that several ranks hold.
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-from shardstore.dict_utils import Path, dotted, empty_like, leaves
-from shardstore.dtensor.layout import ClaimedTensor, sharded_from_dtensor
-from shardstore.errors import AccessPatternError, KeyNameError
+import torch
+
+from shardstore.dict_utils import Path, dotted, empty_like
+from shardstore.dtensor.layout import ClaimedTensor, claimed, factory_of, held_shards
+from shardstore.errors import KeyNameError
 from shardstore.mapping import ShardedStateDict, StateDict
-from shardstore.state_dict_utils import check_state, has_dtensors, is_plain
+from shardstore.state_dict_utils import (
+    HeldShards,
+    check_state,
+    check_tuple,
+    is_dtensor,
+    is_plain,
+)
+
+
+@dataclass(eq=False, repr=False)
+class Adoption:
+    """Makes sharded tensors of the tensors of one state while it is walked, see
+    :class:`~shardstore.state_dict_utils.StateSplit`. It describes a tensor once, however often the
+    state is walked.
+
+    Attributes:
+        everyone: the ranks of the save or load; ``None``: no rank claims a shard.
+        loading: whether the state is loaded, not saved.
+        arrays: keys of the plain tensors that are arrays; ``True``: all. A save takes all after its
+            first DTensor.
+        has_dtensors: whether there was a DTensor.
+        left_plain: whether a plain tensor was left as a value.
+    """
+
+    everyone: frozenset[int] | None
+    loading: bool
+    arrays: Container[str] | bool = False
+    has_dtensors: bool = False
+    left_plain: bool = False
+    _made: dict[str, tuple[Path, Any]] = field(default_factory=dict)
+
+    def __call__(self, value: Any, path: Path) -> Any:
+        """Return what takes the place of a tensor, or of a shard of a class of its own.
+
+        Raises:
+            AccessPatternError: a DTensor has partial placements.
+            KeyNameError: two tensors have the same key.
+        """
+        if not isinstance(value, torch.Tensor):
+            return value if self.everyone is None else claimed(self.everyone, value)
+        key = dotted(path)
+        if is_dtensor(value):
+            self.has_dtensors = True
+            self.arrays = self.arrays or not self.loading
+        elif not is_plain(value):
+            return value
+        elif not (self.arrays is True or (self.arrays and key in self.arrays)):
+            self.left_plain = True
+            return value
+        if key not in self._made:
+            self._made[key] = path, self._described(key, value)
+        other, made = self._made[key]
+        if other != path:
+            raise KeyNameError(
+                f"the tensors at {other} and {path} would both have the key {key!r}; rename one of "
+                "the dict keys",
+                key=key,
+            )
+        return made
+
+    def _described(self, key: str, value: Any) -> Any:
+        if is_dtensor(value):
+            return held_shards(key, value, self.loading)
+        return ClaimedTensor.from_rank_offsets(key, value)
 
 
 def shard(state_dict: StateDict) -> ShardedStateDict:
@@ -46,42 +112,21 @@ def shard(state_dict: StateDict) -> ShardedStateDict:
         KeyNameError: two tensors have the same key.
     """
     check_state(state_dict)
-    return adopt(state_dict)
+    adoption = Adoption(None, loading=False, arrays=True)
 
-
-def adopt(state: Any, stored: Container[str] | None = None) -> ShardedStateDict:
-    """Return a state dict with DTensors and plain tensors as sharded tensors; in a load (``stored``
-    has the keys of the stored arrays), plain tensors that are stored as arrays."""
-    seen: dict[str, Path] = {}
-
-    def key_of(path: Path) -> str:
-        key = dotted(path)
-        if seen.setdefault(key, path) != path:
-            raise KeyNameError(
-                f"the tensors at {seen[key]} and {path} would both have the key {key!r}; rename "
-                "one of the dict keys",
-                key=key,
-            )
-        return key
-
-    def walk(value: Any, path: Path) -> Any:
+    def described(value: Any, path: Path) -> Any:
         if isinstance(value, dict):
-            walked = empty_like(value)
+            made = empty_like(value)
             for name, item in value.items():
-                walked[name] = walk(item, (*path, name))
-            return walked
+                made[name] = described(item, (*path, name))
+            return made
         if isinstance(value, list):
-            return [walk(item, (*path, i)) for i, item in enumerate(value)]
-        if isinstance(value, tuple) and has_dtensors(one for _, one in leaves(value)):
-            raise AccessPatternError(
-                f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
-                "tensors, so make it a list",
-                key=dotted(path),
-            )
-        if has_dtensors([value]):
-            return sharded_from_dtensor(key_of(path), value, loading=stored is not None)
-        if is_plain(value) and (stored is None or dotted(path) in stored):
-            return ClaimedTensor.from_rank_offsets(key_of(path), value)
-        return value
+            return [described(item, (*path, n)) for n, item in enumerate(value)]
+        if isinstance(value, tuple):
+            check_tuple(value, path)
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = adoption(value, path)
+        return factory_of(dotted(path), made) if isinstance(made, HeldShards) else made
 
-    return cast(ShardedStateDict, walk(state, ()))
+    return cast(ShardedStateDict, described(state_dict, ()))

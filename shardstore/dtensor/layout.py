@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +27,7 @@ import torch
 from shardstore import mapping
 from shardstore.coverage import as_flat_range
 from shardstore.errors import AccessPatternError, ArgumentError
+from shardstore.state_dict_utils import HeldShards
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
@@ -120,9 +121,8 @@ def is_flat(shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], items
     return grid_of(shape, boxes, itemsize, DEFAULT_TARGET_CHUNK_BYTES).straddles
 
 
-def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
-    """Return a factory that makes this rank's sharded tensors of a DTensor and merges them back
-    into the DTensor; a :class:`LocalNonpersistentObject` if this rank holds no element.
+def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
+    """Return the shards of a DTensor that this rank holds; none if it holds no element.
 
     Args:
         key: key of the tensor.
@@ -136,7 +136,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return mapping.LocalNonpersistentObject(tensor)  # This rank is not in the mesh.
+        return HeldShards(tensor, ())  # This rank is not in the mesh.
     shape = tuple(tensor.shape)
     cuts: list[list[AxisCut]] = [[] for _ in shape]
     indices: list[list[int]] = [[] for _ in shape]
@@ -159,7 +159,7 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
     runs = [held(n, *about) for n, *about in zip(shape, axes, map(tuple, indices), strict=True)]
     is_empty = not math.prod(shape)
     if not all(runs) and not is_empty:
-        return mapping.LocalNonpersistentObject(tensor)
+        return HeldShards(tensor, ())
     with torch.no_grad():  # else to_local() makes a node of the autograd graph
         local = cast(Any, tensor).to_local()
         local = (local.wait() if hasattr(local, "wait") else local).detach()
@@ -173,10 +173,18 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
         # No rank holds an element, and one rank creates the array.
         runs, axes, replica_id = [((0, n),) for n in shape], [()] * len(shape), tuple(coordinate)
         local = local.new_empty(shape)
+    shards = _shards(key, local, shape, axes, runs, not loading, replica_id, _ranks_of(mesh))
+    return HeldShards(made, shards)
 
-    def build(*_: object) -> mapping.ShardedStateDict:
-        shards = _shards(key, local, shape, axes, runs, not loading, replica_id, _ranks_of(mesh))
-        return {str(i): shard for i, shard in enumerate(shards)}
+
+def factory_of(key: str, held: HeldShards) -> Any:
+    """Return a factory of the shards of a DTensor that merges them back into it; a
+    :class:`LocalNonpersistentObject` if this rank holds none."""
+    if not held.shards:
+        return mapping.LocalNonpersistentObject(held.tensor)
+    with torch.no_grad():
+        local = held.tensor.to_local().detach()
+    shards = {str(number): one for number, one in enumerate(held.shards)}
 
     def merge(_: object) -> DTensor:
         if local.is_meta:
@@ -185,9 +193,9 @@ def sharded_from_dtensor(key: str, tensor: DTensor, loading: bool) -> Any:
                 "load into; give load() the DTensor itself, or make it with torch.empty_like() on "
                 "another device first"
             )
-        return made
+        return cast("DTensor", held.tensor)
 
-    return mapping.ShardedTensorFactory(key, local, build, merge)
+    return mapping.ShardedTensorFactory(key, local, lambda *_: {**shards}, merge)
 
 
 @lru_cache(maxsize=64)
@@ -234,7 +242,7 @@ def _order(tensor: DTensor) -> list[int]:
     dimensions stay from left to right.
     """
     order = list(range(tensor.device_mesh.ndim))
-    if any(hasattr(placement, "split_factor") for placement in tensor.placements):
+    if len(order) == 1 or any(hasattr(one, "split_factor") for one in tensor.placements):
         return order
     for entry in getattr(cast(Any, tensor)._spec, "shard_order", None) or ():
         for place, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
@@ -257,10 +265,10 @@ class ClaimedTensor(mapping.ShardedTensor):
     writer: int | None = None
 
 
-def claimed(everyone: Collection[int], shard: Any) -> Any:
+def claimed(everyone: frozenset[int], shard: Any) -> Any:
     """Return a shard for a save or load by some ranks. If these are not its holders, return a copy,
     which is a main replica on each rank until :func:`apply_claims`."""
-    if not isinstance(shard, ClaimedTensor) or shard.holders == frozenset(everyone):
+    if not isinstance(shard, ClaimedTensor) or shard.holders == everyone:
         return shard
     claimed = copy(shard)
     claimed.writer, claimed.replica_id = min(everyone), 0

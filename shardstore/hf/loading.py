@@ -19,7 +19,7 @@ import torch
 from shardstore import dict_utils, mapping
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Group, gathered
-from shardstore.dtensor.adoption import adopt
+from shardstore.dtensor.adoption import Adoption
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.hf import sharing
 from shardstore.hf.blocks import Block
@@ -40,7 +40,7 @@ from shardstore.loading.read import read_chunks
 from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.loading.run import LoadRequest
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.state_dict_utils import StateSplit, check_state
+from shardstore.state_dict_utils import StateSplit, check_state, is_plain
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
@@ -244,9 +244,7 @@ class _Loading:
         group = read_group(self.call.replica_group, self.call.share_replicas, location)
         state = self.call.sharded_state_dict
         check_state(state)
-        everything = {dict_utils.dotted(path) for path, _ in dict_utils.leaves(state)}
-        adopted = dict_utils.dict_list_map_outplace(_kept, adopt(state, everything))
-        return _Asked(location, group, adopted)
+        return _Asked(location, group, dict_utils.dict_list_map_outplace(_kept, state))
 
     def _open(self, reports: Sequence[bytes]) -> bytes:
         """Read the headers for all ranks. The coordinator calls it."""
@@ -264,7 +262,8 @@ class _Loading:
         Raises:
             MissingKeyError: the files lack a key, and the mode does not compare keys.
         """
-        request = StateSplit(state, loading=True)
+        adoption = Adoption(None, loading=True, arrays=True)
+        request = StateSplit(state, loading=True, adopt=adoption)
         entries = [entry for _, entry in request.shards]
         found: dict[str, Source] = {}
         lost: dict[str, str] = {}
@@ -296,7 +295,7 @@ class _Loading:
             more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
             raise missing_key(name, sources.arrays, sources.url, more)
         if unexpected:
-            request = StateSplit(state, loading=True, keys={*found, *tied})
+            request = StateSplit(state, loading=True, adopt=adoption, keys={*found, *tied})
         return _Match(request, found, tied, unexpected)
 
     def _used(self, match: _Match) -> bytes:
@@ -306,12 +305,14 @@ class _Loading:
 
     def _plan(self, match: _Match, files: WeightFiles, used: set[str]) -> _Planned:
         """Compare the keys in the mode of ``strict``, and plan the reads."""
-        mode, wanted = self.call.mode, match.request.sharded
+        mode = self.call.mode
+        wanted = {str(number): one for number, (_, one) in enumerate(match.request.shards)}
         missing = set(files.arrays) - used if self.call.compares_all else set[str]()
         report_keys(mode, missing, match.unexpected)
         if self.call.device is not None:
             wanted = with_destinations(wanted, self.call.device)
-        tensors = [t for t in dict_utils.nested_values(wanted) if t.key not in match.tied]
+        tensors = [cast(mapping.ShardedTensor, t) for t in wanted.values()]
+        tensors = [t for t in tensors if t.key not in match.tied]
         arrays = {k: array_of_one_chunk(k, s.shape, s.dtype) for k, s in match.sources.items()}
         plan = plan_reads(tensors, arrays, files.location.url, cast=self.call.cast)
         for one in plan.values():
@@ -376,15 +377,13 @@ class _Loading:
                 sharing.read_shared(self.call.ranks, blocks, shared, files.read_range, meter.count)
         if has_scales:
             read_chunks(context, _part(plan, scaled=True))
-        tied = {id(t): t.data for t in dict_utils.nested_values(wanted) if t.key in match.tied}
-        loaded = assemble(plan, wanted, files.location.url, tied)
-        state = dict_utils.united(match.request.local, loaded)
-        return mapping.apply_factory_merges(state, match.request.factories)
+        tied = {id(t): t.data for t in wanted.values() if t.key in match.tied}
+        return match.request.merged({}, assemble(plan, wanted, files.location.url, tied))
 
 
 class _Asked(NamedTuple):
     """What a rank asks for: the place, the group whose ranks could share the reading, and the state
-    dict with every tensor described."""
+    dict, in which other values than tensors are kept."""
 
     location: Location
     group: ReadGroup | None
@@ -392,7 +391,7 @@ class _Asked(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The wanted tensors, the reads for them, and the missing and the unexpected keys."""
+    """The wanted tensors by number, the reads for them, the missing and the unexpected keys."""
 
     wanted: mapping.ShardedStateDict
     reads: ReadPlan
@@ -418,8 +417,8 @@ class _Match(NamedTuple):
 
 def _kept(value: Any) -> Any:
     """Return a value of a state dict; one that is not loaded as one that stays as it is."""
-    is_loaded = isinstance(
-        value, mapping.ShardedBase | mapping.ShardedTensorFactory | mapping.LocalNonpersistentObject
+    is_loaded = is_plain(value) or isinstance(
+        value, mapping.ShardedBase | mapping.LocalNonpersistentObject
     )
     return value if is_loaded else mapping.LocalNonpersistentObject(value)
 

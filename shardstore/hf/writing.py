@@ -25,7 +25,7 @@ from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
 from shardstore.coverage import Report, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
-from shardstore.dtensor.adoption import adopt
+from shardstore.dtensor.adoption import shard
 from shardstore.hf.block_writer import BlockWriter, Source, source_of
 from shardstore.hf.blocks import Block, held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
@@ -36,7 +36,6 @@ from shardstore.loading.plan import elements_of, held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
 from shardstore.saving.plan import data_of, plain_tensor
-from shardstore.state_dict_utils import check_state
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
@@ -486,8 +485,7 @@ def tensors_of(state_dict: StateDict) -> list[ShardedTensor]:
     Raises:
         DTypeMismatchError: a tensor is not dense, or is inside of a tuple.
     """
-    check_state(state_dict)
-    state = adopt(state_dict)
+    state = shard(state_dict)
     apply_factories(state)
     tensors, left_out = [], []
     for path, value in leaves(state):
@@ -533,7 +531,7 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
 def _plain_tensors(checkpoint: OpenCheckpoint) -> list[ShardedTensor]:
     """Return the tensors among the common values of a checkpoint."""
     try:
-        common = adopt(checkpoint.common)
+        common = shard(checkpoint.common)
     except errors.UnsafeObjectError as error:
         logger.warning(
             "%s: tensors among the common values are left out: %s", checkpoint.url, error

@@ -14,7 +14,6 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -24,20 +23,18 @@ import torch
 from shardstore import coverage, errors, validation
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.dict_utils import Path as StatePath
-from shardstore.dict_utils import dict_list_map_outplace, dotted, shaped_like, united
+from shardstore.dict_utils import dotted, shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
-from shardstore.dtensor.adoption import adopt
-from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims, is_claimed
+from shardstore.dtensor.adoption import Adoption
+from shardstore.dtensor.layout import apply_claims, claims, decide_claims, is_claimed
 from shardstore.loading.context import LoadContext, read_documents
 from shardstore.loading.plan import with_destinations
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
-    LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
     StateDict,
-    apply_factory_merges,
 )
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import StateSplit
@@ -251,15 +248,17 @@ class Opened(NamedTuple):
 
     Attributes:
         context: the context of the load.
-        state: the state dict, with DTensors and plain tensors as sharded ones if they were adopted.
-        wanted: its parts.
+        adoption: makes sharded tensors of DTensors and plain tensors.
+        wanted: the parts of the state dict.
+        needs_keys: whether the stored keys say which of its plain tensors are arrays.
         requested: the keys of all ranks, if a rank compares them with the stored keys; ``None`` if
             a rank needs the stored keys first.
     """
 
     context: LoadContext
-    state: ShardedStateDict
+    adoption: Adoption
     wanted: StateSplit
+    needs_keys: bool
     requested: set[str] | None
 
 
@@ -289,23 +288,23 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         meter: counts the read bytes.
     """
     ranks, state, group = request.ranks, request.sharded_state_dict, None
+    adoption = Adoption(frozenset(ranks.members), loading=True)
     decision, is_alone = _Decision(request, location), ranks.world_size == 1
     decide = (lambda _: None) if is_alone else decision.make
     with ranks.meet(f"loading {location.url}", decide, _joined) as meeting:
         if request.error is not None:
             raise request.error
-        wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))
-        if not wanted.found:
-            kept = torch.Tensor | LocalNonpersistentObject
-            values = dict_list_map_outplace(lambda v: None if isinstance(v, kept) else v, state)
-            require_loadable(values, "the value")
+        wanted = StateSplit(state, loading=True, adopt=adoption)
+        needs_keys = adoption.left_plain and (adoption.has_dtensors or not wanted.has_shards)
+        if not wanted.has_shards:
+            require_loadable({dotted(at): one for at, one in wanted.others}, "the value")
         if request.replica_group is not None:
             group = read_group(request.replica_group, request.share_replicas, location)
         if not is_alone:
-            meeting.report = pickle.dumps(_report(request, wanted, group))
+            meeting.report = pickle.dumps(_report(request, wanted, group, needs_keys))
     if is_alone:
         stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
-        requested = _requested(request, wanted, stored)
+        requested = None if needs_keys else _requested(request, wanted, stored)
     else:
         answer: _Answer = pickle.loads(meeting.answer)
         # A rank with another place than the coordinator's reads its documents itself.
@@ -321,16 +320,12 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         group=request.replica_group if group is not None and group.shares else None,
         meter=meter,
     )
-    return Opened(context, state, wanted, requested)
+    return Opened(context, adoption, wanted, needs_keys, requested)
 
 
-def _requested(
-    request: LoadRequest, wanted: StateSplit, stored: StoredCheckpoint
-) -> set[str] | None:
+def _requested(request: LoadRequest, wanted: StateSplit, stored: StoredCheckpoint) -> set[str]:
     """Do for one rank alone what :meth:`_Decision.make` does: check its shards, and return their
     keys."""
-    if wanted.needs_adoption:
-        return None
     shards = [shard for _, shard in wanted.shards]
     is_checked = request.validate_access_integrity and stored.documents[CONFIG_FNAME] is not None
     if is_checked and not coverage.are_whole(shards):
@@ -360,6 +355,7 @@ def _report(
     request: LoadRequest,
     wanted: StateSplit,
     group: ReadGroup | None = None,
+    needs_keys: bool = False,
     *,
     is_final: bool = False,
 ) -> _Report:
@@ -368,7 +364,7 @@ def _report(
     has_empty = compared and any(wanted.empty)
     groups = () if is_final else (group,)
     shards = [shard for _, shard in wanted.shards]
-    if not is_final and (wanted.needs_adoption or any(map(is_claimed, shards))):
+    if not is_final and (needs_keys or any(map(is_claimed, shards))):
         return _Report(None, has_empty, groups)
     return _Report(coverage.report_shards(shards if compared else ()), has_empty, groups)
 
@@ -434,7 +430,7 @@ def _checked(request: LoadRequest, reports: Sequence[_Report]) -> set[str]:
 def _adopted(request: LoadRequest, opened: Opened) -> Opened:
     """Find the stored arrays of plain tensors and DTensors on every rank, and check the shards of
     all ranks."""
-    ranks, (context, state, wanted, _) = request.ranks, opened
+    ranks, context, wanted = request.ranks, opened.context, opened.wanted
     what = f"loading {context.stored.location.url}"
 
     def owners(reports: list[bytes]) -> bytes:
@@ -448,16 +444,15 @@ def _adopted(request: LoadRequest, opened: Opened) -> Opened:
         strategy, _ = validation.verify_checkpoint_and_load_strategy(
             context.stored, request.sharded_strategy
         )
-        if wanted.needs_adoption:
-            stored = called(strategy.load_tensors_metadata, context)
-            state = adopt(state, stored)
-            wanted = StateSplit(state, loading=True, adopt=partial(claimed, ranks.members))
+        if opened.needs_keys:
+            opened.adoption.arrays = called(strategy.load_tensors_metadata, context)
+            wanted = StateSplit(request.sharded_state_dict, loading=True, adopt=opened.adoption)
         shards = [shard for _, shard in wanted.shards]
         meeting.report = pickle.dumps(claims(shards))
     apply_claims(shards, pickle.loads(meeting.answer), ranks.rank)
     with ranks.meet(what, checked, _joined) as meeting:
         meeting.report = pickle.dumps(_report(request, wanted, is_final=True))
-    return Opened(context, state, wanted, pickle.loads(meeting.answer))
+    return opened._replace(wanted=wanted, requested=pickle.loads(meeting.answer))
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
@@ -517,8 +512,8 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
         kept, missing, unexpected = validation.compare_keys(items, request.mode, requested, stored)
         if kept is not items:
             keys = {item.key for item in kept.values()}
-            adopts = partial(claimed, request.ranks.members)
-            wanted = StateSplit(opened.state, loading=True, adopt=adopts, keys=keys)
+            state, adoption = request.sharded_state_dict, opened.adoption
+            wanted = StateSplit(state, loading=True, adopt=adoption, keys=keys)
             items = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     elif any(wanted.empty) and request.validate_access_integrity:
         held = called(for_tensors.load_tensors_metadata, context)
@@ -531,7 +526,7 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
 def read_matched(context: LoadContext, matched: Matched) -> StateDict:
     """Read sharded objects, then tensors; the ranks of a group may share the tensors' reading.
     Merge them with common values, non-persistent objects and factories."""
-    wanted, tensors, loaded = matched.wanted, matched.items, dict[str, Any]()
+    tensors, loaded = matched.items, dict[str, Any]()
     # Objects come first, so that no rank waits in the exchange for a rank that failed to load them.
     with context.together():
         if not matched.for_tensors.can_handle_sharded_objects:
@@ -543,7 +538,4 @@ def read_matched(context: LoadContext, matched: Matched) -> StateDict:
             tensors = {n: one for n, one in tensors.items() if n not in objects}
             loaded = called(matched.for_common.load_sharded_objects, objects, context)
     loaded = {**loaded, **called(matched.for_tensors.load, tensors, context)}
-    values = {id(item): loaded[str(number)] for number, (_, item) in enumerate(wanted.shards)}
-    sharded = dict_list_map_outplace(lambda item: values[id(item)], wanted.sharded)
-    state = united(united(matched.common, wanted.local), sharded)
-    return apply_factory_merges(state, wanted.factories)
+    return matched.wanted.merged(matched.common, loaded)

@@ -27,8 +27,8 @@ from shardstore.coverage import (
 )
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
-from shardstore.dtensor.adoption import adopt
-from shardstore.dtensor.layout import apply_claims, claimed, claims, decide_claims
+from shardstore.dtensor.adoption import Adoption
+from shardstore.dtensor.layout import apply_claims, claims, decide_claims
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.saving import plain, replicas
 from shardstore.saving.plain import PlainValues
@@ -156,10 +156,10 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
             f"Cannot apply async_save to non-async strategy {sharded_strategy}; leave "
             "async_sharded_save out or use another strategy"
         )
-    held = partial(claimed, ranks.members)
-    split = StateSplit(request.state, loading=False, adopt=held)
-    if arrays or split.needs_adoption:
-        split = StateSplit(adopt(request.state), loading=False, adopt=held)
+    adoption = Adoption(frozenset(ranks.members), loading=False, arrays=arrays)
+    split = StateSplit(request.state, loading=False, adopt=adoption)
+    if adoption.has_dtensors and adoption.left_plain:  # plain tensors came first
+        split = StateSplit(request.state, loading=False, adopt=adoption)
     tensors, values = ((one.backend, one.version) if one else None for one in strategies)
     about = RootContent(common_backend=values, sharded_backend=tensors or ("", 0))
     if request.content_metadata is not None:

@@ -39,6 +39,8 @@ from torch.distributed.tensor.parallel import (
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import leaves
+from shardstore.dtensor import adoption
+from shardstore.dtensor.layout import held_shards
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -244,6 +246,34 @@ def dtensors_that_are_not_stored_are_left_out(rank: int, world_size: int, folder
     assert dtensor_states.differences(loaded["m"]) == []
 
 
+def a_dtensor_is_described_once(rank: int, world_size: int, folder: Path) -> None:
+    """However often the state is walked: for a plain tensor that comes first, whose kind the
+    DTensors decide, and to leave out a key. The state of the caller stays as it is."""
+    described: list[str] = []
+
+    def counted(key: str, *args: Any) -> Any:
+        described.append(key)
+        return held_shards(key, *args)
+
+    def state(fill: float) -> Value:
+        return {"plain": torch.full((2,), fill), "list": [row_state(world_size, 5, fill)]}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adoption, "held_shards", counted)
+        own = state(1.0)
+        shardstore.save(own, folder / "c")
+        assert described == ["list.0"]
+        assert isinstance(own["list"][0], DTensor)
+        here = {**state(0.0), "new": row_state(world_size, 3, 0.0)}
+        loaded, _, unexpected = shardstore.load(here, folder / "c", strict="return_all")
+    assert described == ["list.0", "list.0", "new"]
+    assert unexpected == {"new"} or not here["new"].to_local().numel()
+    assert loaded["list"][0] is here["list"][0]
+    assert torch.equal(loaded["plain"], torch.ones(2))
+    assert torch.equal(here["plain"], torch.ones(2))
+    assert here["list"][0].to_local().eq(1).all()
+
+
 def partial_is_refused(rank: int, world_size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)
@@ -436,6 +466,7 @@ SAVING: tuple[Callable[[int, int, Path], None], ...] = (
     fsdp_resumes_otherwise,
     placements_save,
     placements_load_otherwise,
+    a_dtensor_is_described_once,
     partial_is_refused,
     an_order_of_shards_of_its_own,
     a_described_dtensor_without_memory_is_named,
