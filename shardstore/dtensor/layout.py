@@ -28,12 +28,12 @@ from shardstore import mapping
 from shardstore.coverage import as_flat_range
 from shardstore.errors import AccessPatternError, ArgumentError
 from shardstore.state_dict_utils import HeldShards
-from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, grid_of
+from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Shape, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Runs ``(start, length)`` of an axis, in the order of the local tensor."""
@@ -133,32 +133,14 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
     Raises:
         AccessPatternError: a placement is neither a shard nor a replica.
     """
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    if mesh.get_coordinate() is None:
         return HeldShards(tensor, ())  # This rank is not in the mesh.
-    shape = tuple(tensor.shape)
-    cuts: list[list[AxisCut]] = [[] for _ in shape]
-    indices: list[list[int]] = [[] for _ in shape]
-    replica: list[int] = []
-    placed = list(zip(tuple(mesh.shape), coordinate, tensor.placements, strict=True))
-    for parts, index, placement in (placed[dim] for dim in _order(tensor)):
-        axis = getattr(placement, "dim", None)
-        if placement.is_replicate():
-            replica.append(index)
-        elif isinstance(axis, int):
-            cuts[axis].append(AxisCut(parts, int(getattr(placement, "split_factor", 1))))
-            indices[axis].append(index)
-        else:
-            raise AccessPatternError(
-                f"key {key!r} has the placement {placement}: every rank holds only a part of a "
-                "sum; redistribute it first (tensor.redistribute(placements=[Replicate()]))",
-                key=key,
-            )
-    axes = list(map(tuple, cuts))
-    runs = [held(n, *about) for n, *about in zip(shape, axes, map(tuple, indices), strict=True)]
-    is_empty = not math.prod(shape)
-    if not all(runs) and not is_empty:
+    try:
+        part = _part(mesh, tensor.placements, _order(tensor), shape)
+    except AccessPatternError as error:
+        raise AccessPatternError(f"key {key!r} {error}", key=key) from None
+    if not part.boxes:
         return HeldShards(tensor, ())
     with torch.no_grad():  # else to_local() makes a node of the autograd graph
         local = cast(Any, tensor).to_local()
@@ -168,13 +150,81 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
         local = torch.empty_like(local, device=mesh.device_type)
         # With the same specification: torch.empty_like(tensor) loses the order of the shards.
         made = cast(Any, type(tensor))(local, cast(Any, tensor)._spec, requires_grad=False)
-    replica_id: mapping.ReplicaId = tuple(replica) or 0
-    if is_empty:
-        # No rank holds an element, and one rank creates the array.
-        runs, axes, replica_id = [((0, n),) for n in shape], [()] * len(shape), tuple(coordinate)
+    if not math.prod(shape):
         local = local.new_empty(shape)
-    shards = _shards(key, local, shape, axes, runs, not loading, replica_id, _ranks_of(mesh))
-    return HeldShards(made, shards)
+    return HeldShards(made, _shards(key, local, shape, part, not loading, _ranks_of(mesh)))
+
+
+class _Part(NamedTuple):
+    """What one rank holds of a tensor.
+
+    Attributes:
+        cuts: the mesh dimensions that cut each axis.
+        fragmentations: number of equal parts of each axis; ``None`` if a cut is irregular.
+        replica_id: number of this copy.
+        boxes: offset and shape of each box in the tensor, and where it lies in the local tensor.
+    """
+
+    cuts: tuple[tuple[AxisCut, ...], ...]
+    fragmentations: tuple[int, ...] | None
+    replica_id: mapping.ReplicaId
+    boxes: Sequence[tuple[Shape, Shape, tuple[slice, ...]]]
+
+    @classmethod
+    def of(
+        cls,
+        shape: Shape,
+        cuts: tuple[tuple[AxisCut, ...], ...],
+        runs: Sequence[Runs],
+        replica_id: mapping.ReplicaId = 0,
+    ) -> _Part:
+        """Return the part with these runs of each axis."""
+        counts = tuple(map(fragments, shape, cuts))
+        fragmentations = None if None in counts else cast(tuple[int, ...], counts)
+        boxes = [
+            (
+                tuple(start for start, _, _ in box),
+                tuple(n for _, n, _ in box),
+                tuple(slice(position, position + n) for _, n, position in box),
+            )
+            for box in itertools.product(*map(_with_position, runs))
+        ]
+        return cls(cuts, fragmentations, replica_id, boxes)
+
+
+@lru_cache(maxsize=4096)
+def _part(
+    mesh: DeviceMesh, placements: Sequence[Placement], order: Sequence[int], shape: Shape
+) -> _Part:
+    """Return what this rank holds of a DTensor of a shape. ``order`` is that of :func:`_order`.
+
+    Raises:
+        AccessPatternError: a placement is neither a shard nor a replica.
+    """
+    coordinate = cast(list[int], mesh.get_coordinate())
+    cuts: list[list[AxisCut]] = [[] for _ in shape]
+    indices: list[list[int]] = [[] for _ in shape]
+    replica: list[int] = []
+    placed = list(zip(tuple(mesh.shape), coordinate, placements, strict=True))
+    for parts, index, placement in (placed[dim] for dim in order):
+        axis = getattr(placement, "dim", None)
+        if placement.is_replicate():
+            replica.append(index)
+        elif isinstance(axis, int):
+            cuts[axis].append(AxisCut(parts, int(getattr(placement, "split_factor", 1))))
+            indices[axis].append(index)
+        else:
+            raise AccessPatternError(
+                f"has the placement {placement}: every rank holds only a part of a sum; "
+                "redistribute it first (tensor.redistribute(placements=[Replicate()]))"
+            )
+    if not math.prod(shape):
+        # No rank holds an element, and one rank creates the array.
+        runs, cut = [((0, n),) for n in shape], ((),) * len(shape)
+        return _Part.of(shape, cut, runs, tuple(coordinate))
+    axes = tuple(map(tuple, cuts))
+    held_runs = [held(n, *of) for n, *of in zip(shape, axes, map(tuple, indices), strict=True)]
+    return _Part.of(shape, axes, held_runs, tuple(replica) or 0)
 
 
 def factory_of(key: str, held: HeldShards) -> Any:
@@ -206,24 +256,27 @@ def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
 def _shards(
     key: str,
     local: torch.Tensor,
-    shape: tuple[int, ...],
-    cuts: Sequence[tuple[AxisCut, ...]],
-    runs: Sequence[Runs],
+    shape: Shape,
+    part: _Part,
     may_be_flat: bool,
-    replica_id: mapping.ReplicaId = 0,
     holders: frozenset[int] = frozenset(),
 ) -> list[mapping.ShardedTensor]:
-    """Return this rank's sharded tensors, which share the local tensor's memory: a box for each
-    combination of its runs, or flattened ranges."""
-    flat = may_be_flat and is_flat(shape, tuple(cuts), local.element_size())
-    counts = tuple(map(fragments, shape, cuts))
-    regular = None if None in counts else cast(tuple[int, ...], counts)
+    """Return this rank's sharded tensors, which share the local tensor's memory: one for each box,
+    or flattened ranges."""
+    flat = may_be_flat and is_flat(shape, part.cuts, local.element_size())
     found = []
-    for box in itertools.product(*map(_with_position, runs)):
-        start, size = tuple(run[0] for run in box), tuple(run[1] for run in box)
-        data = local[tuple(slice(position, position + n) for _, n, position in box)]
-        shard = ClaimedTensor(key, data, data.dtype, size, shape, start, regular, replica_id)
-        shard.holders = holders
+    for start, size, where in part.boxes:
+        shard = ClaimedTensor(
+            key,
+            local[where],
+            local.dtype,
+            size,
+            shape,
+            start,
+            part.fragmentations,
+            part.replica_id,
+            holders=holders,
+        )
         found.append(as_flat_range(shard) if flat else shard)
     return found
 
@@ -234,7 +287,7 @@ def _with_position(runs: Runs) -> list[tuple[int, int, int]]:
     return [(start, n, position) for (start, n), position in zip(runs, positions, strict=False)]
 
 
-def _order(tensor: DTensor) -> list[int]:
+def _order(tensor: DTensor) -> tuple[int, ...]:
     """Return the dimensions of the mesh in the order in which they cut the axes.
 
     The order is from left to right, unless the DTensor defines another one (torch 2.10 and later,
@@ -243,11 +296,11 @@ def _order(tensor: DTensor) -> list[int]:
     """
     order = list(range(tensor.device_mesh.ndim))
     if len(order) == 1 or any(hasattr(one, "split_factor") for one in tensor.placements):
-        return order
+        return tuple(order)
     for entry in getattr(cast(Any, tensor)._spec, "shard_order", None) or ():
         for place, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
             order[place] = dim
-    return order
+    return tuple(order)
 
 
 @dataclass

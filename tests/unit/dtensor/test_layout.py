@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardstore.dtensor.layout import AxisCut, _shards, fragments, held
+from shardstore.dtensor.layout import AxisCut, _Part, _shards, fragments, held
 
 CUTS = st.lists(
     st.builds(AxisCut, st.integers(1, 4), st.sampled_from([1, 1, 2, 3])), max_size=3
@@ -63,7 +63,8 @@ def test_parts_make_up_the_local_tensor(
         runs = [held(rows, a, i), held(columns, b, j)]
         if not all(runs):
             continue
-        for part in _shards("k", local, (rows, columns), (a, b), runs, False):
+        shape = (rows, columns)
+        for part in _shards("k", local, shape, _Part.of(shape, (a, b), runs), False):
             assert part.data is not None
             assert torch.equal(part.data, full[part.global_slice()])
             seen[part.global_slice()] += 1
@@ -71,5 +72,5 @@ def test_parts_make_up_the_local_tensor(
 
 
 def test_a_scalar_has_one_part() -> None:
-    (part,) = _shards("k", torch.zeros(()), (), (), [], True)
+    (part,) = _shards("k", torch.zeros(()), (), _Part.of((), (), []), True)
     assert part.local_shape == ()
