@@ -21,7 +21,7 @@ from tests.helpers.ranks_helper import run_ranks
 from tests.properties.test_states import Numbered, State, names, same, states, values
 
 SHAPES = {"sharded": (3, 2), "of one rank": (1, 2), "empty": (0, 2), "replica": (2,)}
-KINDS = [*SHAPES, "tensor", "local"]
+NUMBERED = st.builds(Numbered, st.sampled_from([*SHAPES, "tensor", "local"]))
 
 
 def described(state: State, rank: int, *, zero: bool = False) -> State:
@@ -68,7 +68,7 @@ def _save_and_load(rank: int, world_size: int, folder: str, some: list[State]) -
 
 
 @settings(max_examples=30 if ALL else 3, suppress_health_check=list(HealthCheck))
-@given(some=st.lists(states(values | st.builds(Numbered, st.sampled_from(KINDS)), names), min_size=8))
+@given(some=st.lists(states(values | NUMBERED, names), min_size=8))
 @example(some=[{"l": [Numbered("of one rank"), Numbered("sharded"), 5]}])
 @example(some=[{"l": [Numbered("of one rank"), Numbered("local")], "b": torch.ones(2)}])
 def test_a_state_is_loaded_by_itself(
