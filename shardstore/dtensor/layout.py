@@ -140,6 +140,14 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
         part = _part(mesh, tensor.placements, _order(tensor), shape)
     except AccessPatternError as error:
         raise AccessPatternError(f"key {key!r} {error}", key=key) from None
+    inner, holders = cast(Any, tensor)._local_tensor, _ranks_of(mesh)
+    if hasattr(inner, "local_shards"):  # torch's LocalShardsWrapper says itself what it holds
+        found = []
+        # One without shards has an offset all the same.
+        for data, offset in zip(inner.local_shards(), inner.local_offsets(), strict=False):
+            about = (data.dtype, data.shape, shape, offset, None, part.replica_id)
+            found.append(ClaimedTensor(key, data.detach(), *about, holders=holders))
+        return HeldShards(tensor, found)
     if not part.boxes:
         return HeldShards(tensor, ())
     with torch.no_grad():  # else to_local() makes a node of the autograd graph
@@ -152,7 +160,7 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
         made = cast(Any, type(tensor))(local, cast(Any, tensor)._spec, requires_grad=False)
     if not math.prod(shape):
         local = local.new_empty(shape)
-    return HeldShards(made, _shards(key, local, shape, part, not loading, _ranks_of(mesh)))
+    return HeldShards(made, _shards(key, local, shape, part, not loading, holders))
 
 
 class _Part(NamedTuple):

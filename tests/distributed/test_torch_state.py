@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -311,6 +312,36 @@ def an_order_of_shards_of_its_own(rank: int, world_size: int, folder: Path) -> N
         assert loaded["w"]._spec.shard_order == spec.shard_order
 
 
+def a_local_tensor_of_several_shards(rank: int, world_size: int, folder: Path) -> None:
+    """As torchrec holds tables of embeddings: the local tensor itself says which parts it has."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(3.0 * 2 * world_size * 3).reshape(3, -1)
+
+    def held(widths: list[int], *, zero: bool = False) -> Any:
+        """Columns of these widths: all of the first rank first, and none on the last rank."""
+        owned = [[0, 3], [1], [2], []][rank] if world_size == 4 else [[0, 1], [2, 3]][rank]
+        starts = [sum(widths[:n]) for n in owned]
+        parts = [
+            whole[:, start : start + widths[n]].clone()
+            for start, n in zip(starts, owned, strict=True)
+        ]
+        parts = [torch.zeros_like(part) for part in parts] if zero else parts
+        local = LocalShardsWrapper(parts, [(0, start) for start in starts])
+        about = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        return DTensor(local, DTensorSpec(mesh, (Shard(1),), about), requires_grad=False)
+
+    last = whole.shape[1]
+    shardstore.save({"table": held([2, 5, 1, last - 8])}, folder / "c")
+    if rank == 0:
+        assert torch.equal(torch.from_numpy(zarr.open(folder / "c")["table"][...]), whole)
+    dist.barrier()
+    given = held([1, 1, 9, last - 11], zero=True)
+    loaded = shardstore.load({"table": given}, folder / "c")["table"]
+    assert loaded is given
+    expected = held([1, 1, 9, last - 11])._local_tensor.local_shards()
+    assert all(map(torch.equal, given._local_tensor.local_shards(), expected))
+
+
 def a_described_dtensor_without_memory_is_named(rank: int, world_size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     whole = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
@@ -469,6 +500,7 @@ SAVING: tuple[Callable[[int, int, Path], None], ...] = (
     a_dtensor_is_described_once,
     partial_is_refused,
     an_order_of_shards_of_its_own,
+    a_local_tensor_of_several_shards,
     a_described_dtensor_without_memory_is_named,
     a_plain_tensor_is_an_array_if_any_rank_has_dtensors,
     plain_tensors_beside_sharded_ones_stay_common,
