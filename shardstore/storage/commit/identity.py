@@ -104,6 +104,8 @@ def instead(location: Location) -> str | None:
         return None
     if location.name.endswith(".safetensors"):
         return f"it is a safetensors file: {_convert(location)}"
+    if location.name == DCP_METADATA_NAME or location.name.endswith(".distcp"):
+        return f"it is a file of PyTorch DCP: give its folder, {location.url.rpartition('/')[0]}"
     if location.name.endswith(TORCH_NAMES):
         return "it looks like a file of torch.save: load it with torch.load, and save what it holds"
     return None

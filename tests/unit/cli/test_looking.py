@@ -259,6 +259,17 @@ def test_diff_of_keys_shapes_and_odd_values(tmp_path: Path, cli: Cli) -> None:
     assert cli("diff", "--no-files", tmp_path / "a", tmp_path / "b", "--json").json["files"] == {}
 
 
+@pytest.mark.parametrize("command", ["info", "convert"])
+def test_a_file_of_dcp_names_its_folder(cli: Cli, tmp_path: Path, command: str) -> None:
+    (tmp_path / "step").mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / "step" / name).write_bytes(b"\x80\x02N.")
+        target = [tmp_path / "new"] if command == "convert" else []
+        text = cli.refused(command, tmp_path / "step" / name, *target)
+        assert f"give its folder, {tmp_path}/step" in text
+    assert not (tmp_path / "new").exists()
+
+
 WRONG = [
     (["lss"], "see `shardstore --help`"),
     (["ls"], "Missing argument"),
