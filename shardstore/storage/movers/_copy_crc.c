@@ -9,7 +9,10 @@
  * PCLMULQDQ Instruction" (Intel, 2009), for the reflected Castagnoli polynomial. Folding reduces the data to a
  * short message with the same checksum. The crc32 instruction computes the checksum of that message.
  *
- * For Linux on x86-64. The package works without it: checksums.py imports it if it was built.
+ * Other processors (ARM, and x86-64 without VPCLMULQDQ) read small files here, which saves calls of Python, and
+ * no others: without folding, a large file takes longer than a read into its destination and google-crc32c.
+ *
+ * For Linux. The package works without it: files.py imports it if it was built.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -17,15 +20,22 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/vfs.h>
 #include <unistd.h>
+
+#if defined(__x86_64__) && !defined(SHARDSTORE_PORTABLE)
+#include <immintrin.h>
+#define ON_X86 1
+#else
+#define ON_X86 0
+#endif
 
 #define WITH_CRC __attribute__((target("sse4.2")))
 #define WITH_WIDE __attribute__((target("avx512f,avx512vl,avx512bw,vpclmulqdq,pclmul,sse4.2")))
@@ -43,6 +53,42 @@ enum {
     STEP_BYTES = 16 * 1024,   /* checksummed, then copied to rows: fits into the first-level cache */
 };
 
+/* crc32c of each byte that 0 to 7 bytes follow, without the inversions (M. E. Kounavis and F. L. Berry, "A
+ * Systematic Approach to Building High Performance Software-based CRC Generators", 2005). */
+static uint32_t tables[8][256];
+
+static void make_tables(void)
+{
+    for (uint32_t n = 0; n < 256; n++) {
+        uint32_t value = n;
+        for (int bit = 0; bit < 8; bit++)
+            value = (value >> 1) ^ (value & 1 ? 0x82F63B78u : 0);
+        tables[0][n] = value;
+    }
+    for (uint32_t n = 0; n < 256; n++)
+        for (int i = 1; i < 8; i++)
+            tables[i][n] = (tables[i - 1][n] >> 8) ^ tables[0][tables[i - 1][n] & 0xFF];
+}
+
+/* Continues the crc32c register over bytes, without the initial and final inversion, on any processor. */
+static uint32_t carry_tables(uint32_t crc, const uint8_t *from, size_t bytes)
+{
+    for (; bytes >= 8; from += 8, bytes -= 8) {
+        const uint32_t first = crc ^ (from[0] | (uint32_t)from[1] << 8 | (uint32_t)from[2] << 16 |
+                                      (uint32_t)from[3] << 24);
+        crc = tables[7][first & 0xFF] ^ tables[6][first >> 8 & 0xFF] ^ tables[5][first >> 16 & 0xFF] ^
+              tables[4][first >> 24] ^ tables[3][from[4]] ^ tables[2][from[5]] ^ tables[1][from[6]] ^
+              tables[0][from[7]];
+    }
+    for (; bytes; bytes--)
+        crc = (crc >> 8) ^ tables[0][(crc ^ *from++) & 0xFF];
+    return crc;
+}
+
+/* The one for this processor. */
+static uint32_t (*carry)(uint32_t, const uint8_t *, size_t) = carry_tables;
+
+#if ON_X86
 /* Factors that move the lower and the upper half of 128 bits forward by one block. */
 static uint64_t by_low, by_high;
 
@@ -55,8 +101,8 @@ static uint64_t power_of_x(unsigned n)
     return value;
 }
 
-/* Continues the crc32c register over bytes, without the initial and final inversion. */
-WITH_CRC static uint32_t carry(uint32_t crc, const uint8_t *from, size_t bytes)
+/* The same with the crc32 instruction. */
+WITH_CRC static uint32_t carry_words(uint32_t crc, const uint8_t *from, size_t bytes)
 {
     uint64_t value = crc;
     for (; bytes >= 8; from += 8, bytes -= 8) {
@@ -147,8 +193,19 @@ WITH_HALF static uint32_t fold_half(uint32_t crc, uint8_t *to, const uint8_t *fr
     return to ? fold_halves(crc, to, from, bytes) : fold_halves(crc, NULL, from, bytes);
 }
 
-/* The one for this processor. */
-static uint32_t (*fold)(uint32_t, uint8_t *, const uint8_t *, size_t);
+#endif
+
+/* Copies bytes unless `to` is NULL, and continues the register over them. */
+static uint32_t fold_serial(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
+{
+    if (to)
+        memcpy(to, from, bytes);
+    return carry(crc, from, bytes);
+}
+
+/* The one for this processor, and the largest chunks that it reads. */
+static uint32_t (*fold)(uint32_t, uint8_t *, const uint8_t *, size_t) = fold_serial;
+static Py_ssize_t most_bytes = PROBED_FROM;
 
 /* Continues the checksum over bytes and copies them to `to` (any alignment) unless it is NULL. */
 static uint32_t copy_crc(uint32_t crc, uint8_t *to, const uint8_t *from, size_t bytes)
@@ -206,12 +263,14 @@ static int describe(const Py_buffer *view, struct target *to)
 /* Copies a part of a row; bypasses the cache if the part consists of whole cache lines. */
 static void copy_run(uint8_t *to, const uint8_t *from, size_t bytes)
 {
-    if (((uintptr_t)to | bytes) % LINE) {
-        memcpy(to, from, bytes);
+#if ON_X86
+    if (((uintptr_t)to | bytes) % LINE == 0) {
+        for (size_t at = 0; at < bytes; at += 16)
+            _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
         return;
     }
-    for (size_t at = 0; at < bytes; at += 16)
-        _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
+#endif
+    memcpy(to, from, bytes);
 }
 
 /* Copies the next bytes to their destination and continues the checksum over them. */
@@ -325,7 +384,9 @@ static int read_file(struct request *of)
             done = tail != 0;
         }
     }
+#if ON_X86
     _mm_sfence(); /* after the stores that bypass the cache */
+#endif
     close(fd);
     return done;
 }
@@ -338,7 +399,7 @@ static int prepare(struct request *one, PyObject *item)
     if (!PyArg_ParseTuple(item, "O&nO", PyUnicode_FSConverter, &one->path, &one->bytes, &target) ||
         (target != Py_None && PyObject_GetBuffer(target, &one->view, PyBUF_STRIDED | PyBUF_WRITABLE)))
         return 0;
-    one->fits = one->bytes >= 0 && (target == Py_None || describe(&one->view, &one->to));
+    one->fits = one->bytes >= 0 && one->bytes <= most_bytes && (target == Py_None || describe(&one->view, &one->to));
     if (target == Py_None || one->view.len == one->bytes)
         return 1;
     PyErr_Format(PyExc_ValueError, "%zd bytes do not go into %zd", one->bytes, one->view.len);
@@ -379,16 +440,24 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copy_crc", NULL, -1
 
 PyMODINIT_FUNC PyInit__copy_crc(void)
 {
-    if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("avx2") ||
-        !__builtin_cpu_supports("vpclmulqdq")) {
-        PyErr_SetString(PyExc_ImportError, "this processor lacks VPCLMULQDQ: plain reads are as fast");
-        return NULL;
+    make_tables();
+#if ON_X86
+    if (__builtin_cpu_supports("sse4.2")) {
+        carry = carry_words;
+        most_bytes = 4 * PROBED_FROM;
     }
-    fold = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512bw")
-               ? fold_wide
-               : fold_half;
-    by_low = power_of_x(BLOCK * 8 + 31);
-    by_high = power_of_x(BLOCK * 8 - 33);
-    return PyModule_Create(&module);
+    if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("avx2") &&
+        __builtin_cpu_supports("vpclmulqdq")) {
+        const int has_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                             __builtin_cpu_supports("avx512bw");
+        fold = has_wide ? fold_wide : fold_half;
+        most_bytes = PY_SSIZE_T_MAX;
+        by_low = power_of_x(BLOCK * 8 + 31);
+        by_high = power_of_x(BLOCK * 8 - 33);
+    }
+#endif
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "MOST_BYTES", most_bytes))
+        Py_CLEAR(made);
+    return made;
 }

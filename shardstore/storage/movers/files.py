@@ -44,7 +44,7 @@ from shardstore.storage.stores.location import Location
 
 try:
     from shardstore.storage.movers._copy_crc import read_chunk_files
-except ImportError:  # no compiler at the installation, or no VPCLMULQDQ
+except ImportError:  # no compiler at the installation
     COMPILED = False
 
     def read_chunk_files(requests: list[tuple[str, int, Any]], /) -> list[tuple[int, int] | None]:
