@@ -185,6 +185,7 @@ class StateSplit:
         adopt: returns what takes the place of a tensor, or of a shard of a class of its own, at a
             path, such as :class:`HeldShards`; default: itself.
         keys: leave out tensors and objects with other keys, and what builds only such.
+        keep: keep the common values of a load, as local ones.
 
     Attributes:
         found: all tensors and objects, those that factories build included.
@@ -212,10 +213,11 @@ class StateSplit:
         loading: bool,
         adopt: Callable[[Any, dict_utils.Path], Any] = lambda value, _: value,
         keys: Container[str] | None = None,
+        keep: bool = False,
     ) -> None:
         if not isinstance(state, dict):
             require_dict(state)  # raises the error
-        self._loading, self._adopt, self._keys = loading, adopt, keys
+        self._loading, self._adopt, self._keys, self._keep = loading, adopt, keys, keep
         self.found: list[ShardedTensor | ShardedObject] = []
         self.shards: list[tuple[dict_utils.Path, ShardedTensor | ShardedObject]] = []
         self.has_shards = False
@@ -344,7 +346,7 @@ class StateSplit:
             return {_COMMON}, {_COMMON: value}
         if not isinstance(value, torch.Tensor):
             self.others.append((path, value))
-        return {_COMMON}, {}
+        return {_COMMON}, {_LOCAL: value} if self._keep else {}
 
     def merged(self, common: StateDict, loaded: Mapping[str, Any]) -> StateDict:
         """Return the state of a load.

@@ -40,7 +40,7 @@ from shardstore.loading.read import read_chunks
 from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.loading.run import LoadRequest
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.state_dict_utils import StateSplit, check_state, is_plain
+from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
@@ -219,7 +219,7 @@ class _Loading:
         shares = asked.group and asked.group.shares and asked.group.members not in apart
         group = self.call.replica_group if shares else None
         match, answer = step(
-            lambda: self._find(asked.state, self.call.sources(files)),
+            lambda: self._find(self.call.sources(files)),
             self._used,
             lambda reports: pickle.dumps(set().union(*map(pickle.loads, reports))),
         )
@@ -236,15 +236,13 @@ class _Loading:
         return shaped, planned.missing, planned.unexpected
 
     def _prepare(self) -> _Asked:
-        """Check the arguments, and describe every tensor of the state dict."""
+        """Check the arguments."""
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         if self.call.error is not None:
             raise self.call.error
         self.call.check()
         group = read_group(self.call.replica_group, self.call.share_replicas, location)
-        state = self.call.sharded_state_dict
-        check_state(state)
-        return _Asked(location, group, dict_utils.dict_list_map_outplace(_kept, state))
+        return _Asked(location, group)
 
     def _open(self, reports: Sequence[bytes]) -> bytes:
         """Read the headers for all ranks. The coordinator calls it."""
@@ -256,14 +254,15 @@ class _Loading:
         location = locate(self.call.checkpoint_dir, self.call.storage_options)
         return pickle.dumps((WeightFiles.open(location), apart))
 
-    def _find(self, state: mapping.ShardedStateDict, sources: Sources) -> _Match:
+    def _find(self, sources: Sources) -> _Match:
         """Find the source of each key.
 
         Raises:
             MissingKeyError: the files lack a key, and the mode does not compare keys.
         """
-        adoption = Adoption(None, loading=True, arrays=True)
-        request = StateSplit(state, loading=True, adopt=adoption)
+        state, adoption = self.call.sharded_state_dict, Adoption(None, loading=True, arrays=True)
+        split = partial(StateSplit, state, loading=True, adopt=adoption, keep=True)
+        request = split()
         entries = [entry for _, entry in request.shards]
         found: dict[str, Source] = {}
         lost: dict[str, str] = {}
@@ -295,7 +294,7 @@ class _Loading:
             more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
             raise missing_key(name, sources.arrays, sources.url, more)
         if unexpected:
-            request = StateSplit(state, loading=True, adopt=adoption, keys={*found, *tied})
+            request = split(keys={*found, *tied})
         return _Match(request, found, tied, unexpected)
 
     def _used(self, match: _Match) -> bytes:
@@ -382,12 +381,10 @@ class _Loading:
 
 
 class _Asked(NamedTuple):
-    """What a rank asks for: the place, the group whose ranks could share the reading, and the state
-    dict, in which other values than tensors are kept."""
+    """What a rank asks for: the place, and the group whose ranks could share the reading."""
 
     location: Location
     group: ReadGroup | None
-    state: mapping.ShardedStateDict
 
 
 class _Planned(NamedTuple):
@@ -413,14 +410,6 @@ class _Match(NamedTuple):
     sources: dict[str, Source]
     tied: set[str]
     unexpected: set[str]
-
-
-def _kept(value: Any) -> Any:
-    """Return a value of a state dict; one that is not loaded as one that stays as it is."""
-    is_loaded = is_plain(value) or isinstance(
-        value, mapping.ShardedBase | mapping.LocalNonpersistentObject
-    )
-    return value if is_loaded else mapping.LocalNonpersistentObject(value)
 
 
 def _memory(entry: Any) -> object:

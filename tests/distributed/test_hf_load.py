@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardstore import hf
 from shardstore.errors import CheckpointingException, RanksError
@@ -236,11 +236,14 @@ def replicas_that_want_different_parts(rank: int, world_size: int, folder: Path)
 def an_error_of_one_rank_reaches_all(rank: int, world_size: int, folder: Path) -> None:
     """Before any tensor changes."""
     place = _written(folder, rank)
+    mesh = init_device_mesh("cpu", (world_size,))
+    inside = DTensor.from_local(torch.zeros(37), mesh, [Replicate()], run_check=False)
     bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"w": torch.zeros(10, 64)}, {}, "shape mismatch"),
         ({"x": torch.zeros(3)}, {}, "'x' is not in"),
         ({"w": torch.zeros(1000, 64, dtype=torch.int32)}, {}, "float32"),
         ({"w": torch.zeros(1, 64).expand(1000, 64)}, {}, "share memory"),
+        ({"at": [(1, inside)]}, {}, "a DTensor inside the tuple at ('at', 0)"),
         ({"w": torch.zeros(1000, 64)}, {"strict": "all"}, "strict"),
         ({"w": torch.zeros(1000, 64)}, {"cast": "all"}, "cast"),
         ({"norm": torch.zeros(37)}, {}, "both have the name 'norm'"),
