@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from logging import getLogger
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,6 +32,8 @@ logger = getLogger(__name__)
 
 Take: TypeAlias = Callable[[Sequence[ChunkWrite]], None]
 """Writes chunks, or keeps them."""
+_Sized: TypeAlias = tuple[ChunkWrite, int]
+"""A chunk, and the bytes of the arena that it needs."""
 
 ALIGNMENT = 64
 COPY_BATCH_BYTES = 4 * 1024 * 1024
@@ -106,7 +109,8 @@ class Staging:
         threads: int | None = None,
     ) -> None:
         self._threads = threads or parallel.default_threads()
-        sizes = [_size(item) for item in writes]
+        sized = [(item, _size(item)) for item in writes]
+        sizes = [size for _, size in sized]
         self.arena_bytes, largest = sum(sizes), max(sizes, default=0)
         if budget_bytes is not None and self.arena_bytes > budget_bytes:
             self.arena_bytes = max(budget_bytes, largest)
@@ -124,14 +128,14 @@ class Staging:
         self._last: list[ChunkWrite] = []
         self._complete = threading.Event()
         self.error: BaseException | None = None
-        rounds = deque(parallel.in_rounds(writes, _size, self.arena_bytes))
+        rounds = deque(parallel.in_rounds(sized, itemgetter(1), self.arena_bytes))
         run = partial(self._run, rounds, write, waits=not overlap)
         if overlap:
             parallel.start_thread(run, name="shardstore-stage", daemon=True)
         else:
             run()
 
-    def _run(self, rounds: deque[list[ChunkWrite]], write: Take | None, *, waits: bool) -> None:
+    def _run(self, rounds: deque[list[_Sized]], write: Take | None, *, waits: bool) -> None:
         try:
             while rounds:
                 if self._last and write is not None:
@@ -146,15 +150,15 @@ class Staging:
             rounds.clear()  # drop references to the caller's memory
             self._complete.set()
 
-    def _copied(self, items: Sequence[ChunkWrite]) -> list[ChunkWrite]:
+    def _copied(self, items: Sequence[_Sized]) -> list[ChunkWrite]:
         """Copy chunks to the arena."""
         assert self._arena is not None
         jobs, start = [], 0
-        for item in items:
+        for item, size in items:
             shape, dtype = item.array.grid.box(item.index).shape, item.array.dtype
             memory = self._arena.memory
             jobs.append((item, np.ndarray(shape, dtypes.numpy_dtype(dtype), memory, start)))
-            start += _size(item)
+            start += size
 
         def work(batch: Sequence[tuple[ChunkWrite, NDArray[Any]]]) -> None:
             for item, data in batch:
