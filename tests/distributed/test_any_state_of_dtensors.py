@@ -67,7 +67,7 @@ def _save_and_load(rank: int, world_size: int, folder: str, some: list[State]) -
         assert isinstance(shardstore.load({}, place, strict="ignore_all"), dict)
 
 
-@settings(max_examples=30 if ALL else 3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30 if ALL else 2, suppress_health_check=list(HealthCheck))
 @given(some=st.lists(states(values | NUMBERED, names), min_size=8))
 @example(some=[{"l": [Numbered("of one rank"), Numbered("sharded"), 5]}])
 @example(some=[{"l": [Numbered("of one rank"), Numbered("local")], "b": torch.ones(2)}])
