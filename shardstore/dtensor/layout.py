@@ -134,10 +134,12 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
         AccessPatternError: a placement is neither a shard nor a replica.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    if mesh.get_coordinate() is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return HeldShards(tensor, ())  # This rank is not in the mesh.
     try:
-        part = _part(mesh, tensor.placements, _order(tensor), shape)
+        where = tuple(zip(tuple(mesh.shape), coordinate, tensor.placements, strict=True))
+        part = _part(where, _order(tensor), shape)
     except AccessPatternError as error:
         raise AccessPatternError(f"key {key!r} {error}", key=key) from None
     inner, holders = cast(Any, tensor)._local_tensor, _ranks_of(mesh)
@@ -202,18 +204,22 @@ class _Part(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _part(
-    mesh: DeviceMesh, placements: Sequence[Placement], order: Sequence[int], shape: Shape
+    placed: Sequence[tuple[int, int, Placement]], order: Sequence[int], shape: Shape
 ) -> _Part:
-    """Return what this rank holds of a DTensor of a shape. ``order`` is that of :func:`_order`.
+    """Return what a rank holds of a DTensor. A pure function: meshes are equal where this process
+    has another coordinate, as after it joined another process group.
+
+    Args:
+        placed: for each dimension of the mesh its size, the rank's coordinate, and the placement.
+        order: the dimensions in the order in which they cut the axes, see :func:`_order`.
+        shape: shape of the DTensor.
 
     Raises:
         AccessPatternError: a placement is neither a shard nor a replica.
     """
-    coordinate = cast(list[int], mesh.get_coordinate())
     cuts: list[list[AxisCut]] = [[] for _ in shape]
     indices: list[list[int]] = [[] for _ in shape]
     replica: list[int] = []
-    placed = list(zip(tuple(mesh.shape), coordinate, placements, strict=True))
     for parts, index, placement in (placed[dim] for dim in order):
         axis = getattr(placement, "dim", None)
         if placement.is_replicate():
@@ -229,7 +235,7 @@ def _part(
     if not math.prod(shape):
         # No rank holds an element, and one rank creates the array.
         runs, cut = [((0, n),) for n in shape], ((),) * len(shape)
-        return _Part.of(shape, cut, runs, tuple(coordinate))
+        return _Part.of(shape, cut, runs, tuple(index for _, index, _ in placed))
     axes = tuple(map(tuple, cuts))
     held_runs = [held(n, *of) for n, *of in zip(shape, axes, map(tuple, indices), strict=True)]
     return _Part.of(shape, axes, held_runs, tuple(replica) or 0)
