@@ -206,8 +206,12 @@ class WeightFiles:
             raise damaged(path, error) from error
         names = list(dict.fromkeys(weight_map.values()))
         outside = [name for name in names if not _FILE_NAME.fullmatch(name)]
-        if lost := outside or sorted(set(names).difference(_listed(folder, names))):
-            raise damaged(path, f"it names {lost[0]!r}, which is not a file in the same folder")
+        listed = _listed(folder, names)
+        if lost := outside or sorted(set(names).difference(listed)):
+            what = f"it names {lost[0]!r}, which is not a file in the same folder"
+            if SINGLE_NAME in listed and SINGLE_NAME not in names:  # as transformers leaves it
+                what += f"; if it is of an older model, give the path of {SINGLE_NAME}"
+            raise damaged(path, what)
         try:
             found = cls(folder, names, weight_map)
         except FileNotFoundError as error:

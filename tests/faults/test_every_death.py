@@ -174,12 +174,16 @@ def _every_moment(base: str, name: str, how: str) -> None:
     wanted = FOREIGN if prepare in (a_checkpoint, a_folder) else {}
     found = {"overwrite": (1, 2), "delete": (1, None), "remove": (1,)}
     versions = found.get(name, (None, 2))
-    errors = Path(base, "errors")
+    errors, prepared = Path(base, "errors"), Path(base, "prepared")
+    prepared.mkdir()
+    # Here, so that this process imports what each of its children would have to.
+    save(Path(base, "first", "c"), 1)
+    assert version_of(Path(base, "first", "c")) == 1
+    prepare(prepared / "c")
     for moment in itertools.count():
         root = Path(base, str(moment), "run")
-        root.mkdir(parents=True)
+        shutil.copytree(prepared, root)
         place = root / "c"
-        forked(lambda place=place: prepare(place), errors)  # type: ignore[misc]
         status = forked(lambda p=place, m=moment: die(p, work, m), errors)  # type: ignore[misc]
         if not status:
             break

@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from shardstore import hf
-from shardstore.errors import CheckpointingException, NotACheckpointError, StorageError
+from shardstore.errors import (
+    CheckpointingException,
+    DamagedCheckpointError,
+    NotACheckpointError,
+    StorageError,
+)
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
 from testing.s3_servers import S3Server
@@ -120,6 +125,16 @@ def test_a_file_that_an_index_names_is_missing(web: RangeServer, model: Path) ->
     (model / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointingException, match=r"00002-of-00002\.safetensors"):
         hf.load({"norm.1": torch.zeros(64)}, f"{web.url}/model")
+
+
+def test_a_smaller_model_was_saved_over_a_larger_one(model: Path) -> None:
+    """transformers deletes the parts of the larger one, and leaves their index."""
+    (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
+    found = {"norm.3": torch.zeros(64)}
+    with pytest.raises(DamagedCheckpointError, match=r"give the path of model\.safetensors"):
+        hf.load(found, model)
+    hf.load(found, model / "model.safetensors")
+    assert torch.equal(found["norm.3"], SMALL["norm.3"])
 
 
 @pytest.mark.parametrize("right", [True, False])

@@ -124,7 +124,8 @@ def test_the_module_does_not_import_lightning(python: Path) -> None:
         import shardstore.lightning
         names = {name.partition(".")[0] for name in sys.modules}
         assert not names & {"lightning", "lightning_fabric", "pytorch_lightning"}
-        from lightning.fabric.strategies import FSDPStrategy  # it could have been imported
+        import importlib.util
+        assert importlib.util.find_spec("lightning")  # it could have been imported
     """
     assert run_to_end([python, "-c", program]).returncode == 0
 

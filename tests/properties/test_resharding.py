@@ -134,15 +134,14 @@ def test_any_layout_loads_from_any_layout(
 
 
 @pytest.mark.parametrize("version", [2, 1])
-@pytest.mark.parametrize("dtype", STORED, ids=lambda d: str(d).removeprefix("torch."))
-def test_every_data_type_by_rows_and_back_by_columns(
-    dtype: torch.dtype, version: int, tmp_path: Path
-) -> None:
+def test_every_data_type_by_rows_and_back_by_columns(version: int, tmp_path: Path) -> None:
     """Every pattern of an element's leading byte, in both formats, flat ranges read from boxes."""
     rng = random.Random(7)
-    whole = random_tensor((16, 24), dtype, rng)
-    tensors = {"layers.0.w": whole, "scalar": random_tensor((), dtype, rng)}
-    tensors["empty"] = torch.empty((0, 5), dtype=dtype)
+    tensors = {}
+    for dtype in STORED:
+        tensors[f"{dtype}.w"] = random_tensor((16, 24), dtype, rng)
+        tensors[f"{dtype}.scalar"] = random_tensor((), dtype, rng)
+        tensors[f"{dtype}.empty"] = torch.empty((0, 5), dtype=dtype)
     rows = {k: random_layout(tuple(t.shape), 1, rng, flat=False) for k, t in tensors.items()}
     flat = {k: random_layout(tuple(t.shape), 1, rng, flat=True) for k, t in tensors.items()}
     strategy = ZarrSaveShardedStrategy("zarr", version, target_chunk_bytes=64)
