@@ -274,7 +274,7 @@ def shaped_like(asked: Any, found: Any) -> Any:
     Nested dicts have the keys in the order of ``asked``, then those that only ``found`` has. A
     plain dict becomes a dict of the class that ``asked`` has at its place. A dict that stands for a
     list (:data:`LIST_LENGTH`) becomes the list. Dicts and lists of ``asked`` without values come
-    back empty where ``found`` has nothing.
+    back empty where ``found`` has nothing; so do other values of a list between those of ``found``.
     """
     if not isinstance(found, _NESTED):
         return found
@@ -285,6 +285,9 @@ def shaped_like(asked: Any, found: Any) -> Any:
         at = dict(enumerate(asked)) if isinstance(asked, list) else asked
     empty = {key for key, value in at.items() if key not in have and _is_empty(value)}
     if is_list:
+        most = max((key for key in have if key != LIST_LENGTH), default=0)
+        between = ((i, at[i]) for i in at if i < most and i not in have)
+        empty |= {i for i, value in between if not isinstance(value, (*_NESTED, ShardedBase))}
         positions = sorted(empty.union(key for key in have if key != LIST_LENGTH))
         return [shaped_like(at.get(i), have.get(i, at.get(i))) for i in positions]
     shaped = empty_like(asked if isinstance(asked, dict) and type(found) is dict else found)

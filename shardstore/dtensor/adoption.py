@@ -5,9 +5,9 @@
 - A **DTensor** in nested dicts and lists is a sharded tensor. Its key is its path of dict keys and
   list positions, joined by dots (``model.layers.0.weight``).
 - A **plain tensor** is an array too, if the state of any rank holds DTensors, or if the ranks hold
-  different tensors and none of Megatron-Core's types. Otherwise it is a common value. A load also
-  fills a plain tensor from the array stored under its path if the state dict has no sharded types;
-  so a checkpoint of FSDP2 loads into an unsharded model.
+  different tensors and none of Megatron-Core's types. Otherwise it is a common value. Without
+  Megatron-Core's types, a load fills a plain tensor from the array stored under its path, or from
+  the common value there; so a checkpoint of FSDP2 loads into an unsharded model.
 - All other values are common values, see :mod:`shardstore.saving.plain`.
 
 :func:`shard` makes a sharded tensor of every tensor. DTensors are loaded in place.
@@ -48,14 +48,15 @@ class Adoption:
         arrays: keys of the plain tensors that are arrays; ``True``: all. A save takes all after its
             first DTensor.
         has_dtensors: whether there was a DTensor.
-        left_plain: whether a plain tensor was left as a value.
+        left: the tensors that were left as values, by path; of a save, those that an array can
+            have.
     """
 
     everyone: frozenset[int] | None
     loading: bool
     arrays: Container[str] | bool = False
     has_dtensors: bool = False
-    left_plain: bool = False
+    left: dict[Path, torch.Tensor] = field(default_factory=dict)
     _made: dict[str, tuple[Path, Any]] = field(default_factory=dict)
 
     def __call__(self, value: Any, path: Path) -> Any:
@@ -71,10 +72,10 @@ class Adoption:
         if is_dtensor(value):
             self.has_dtensors = True
             self.arrays = self.arrays or not self.loading
-        elif not is_plain(value):
+        elif not (self.loading or is_plain(value)):
             return value
         elif not (self.arrays is True or (self.arrays and key in self.arrays)):
-            self.left_plain = True
+            self.left[path] = value
             return value
         if key not in self._made:
             self._made[key] = path, self._described(key, value)

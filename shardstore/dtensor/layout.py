@@ -347,6 +347,12 @@ def is_claimed(value: object) -> TypeGuard[ClaimedTensor]:
     return isinstance(value, ClaimedTensor) and value.writer is not None
 
 
+def are_adopted(found: Iterable[Any]) -> bool:
+    """Return whether all shards of a state are those of DTensors and plain tensors, so that none is
+    of Megatron-Core's types that the program made."""
+    return all(isinstance(one, ClaimedTensor) for one in found)
+
+
 def claims(shards: Iterable[Any]) -> list[_ShardId]:
     """Return the identities of the shards that this rank claims."""
     return [_sharded_tensor_shard_id(one) for one in filter(is_claimed, shards)]

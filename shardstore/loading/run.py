@@ -23,13 +23,19 @@ import torch
 from shardstore import coverage, errors, validation
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.dict_utils import Path as StatePath
-from shardstore.dict_utils import dotted, shaped_like
+from shardstore.dict_utils import dotted, leaves, shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import Adoption
-from shardstore.dtensor.layout import apply_claims, claims, decide_claims, is_claimed
+from shardstore.dtensor.layout import (
+    apply_claims,
+    are_adopted,
+    claims,
+    decide_claims,
+    is_claimed,
+)
 from shardstore.loading.context import LoadContext, read_documents
-from shardstore.loading.plan import with_destinations
+from shardstore.loading.plan import require_writable, with_destinations
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
     ShardedObject,
@@ -39,6 +45,7 @@ from shardstore.mapping import (
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
+from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.runtime.collector import collector_paused
@@ -214,6 +221,8 @@ def run_load(request: LoadRequest) -> Loaded:
         except errors.CheckpointingException as problem:
             _name_as_dcp_does(context, problem)
             raise
+        if are_adopted(matched.wanted.found):
+            _fill(opened.adoption.left, loaded)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
@@ -230,6 +239,25 @@ def run_load(request: LoadRequest) -> Loaded:
     if validation.StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, matched.missing, matched.unexpected
     return loaded
+
+
+def _fill(given: Mapping[StatePath, torch.Tensor], loaded: StateDict) -> None:
+    """Put the given tensors into a loaded state dict, with the elements of the common values that
+    were loaded in their places, as far as shape, data type and memory allow."""
+    for path, tensor in given.items():
+        place: Any = loaded
+        # Something else is stored there, or the tensor is expanded.
+        with suppress(LookupError, TypeError, errors.ArgumentError):
+            for name in path[:-1]:
+                place = place[name]
+            found = place[path[-1]]
+            if not (isinstance(found, torch.Tensor) and dtypes.is_plain(found)):
+                continue
+            if (found.shape, found.dtype) == (tensor.shape, tensor.dtype):
+                require_writable(tensor, dotted(path))
+                with torch.no_grad():
+                    tensor.copy_(found)
+                place[path[-1]] = tensor
 
 
 def _name_as_dcp_does(context: LoadContext, error: errors.CheckpointingException) -> None:
@@ -251,6 +279,7 @@ class Opened(NamedTuple):
         adoption: makes sharded tensors of DTensors and plain tensors.
         wanted: the parts of the state dict.
         needs_keys: whether the stored keys say which of its plain tensors are arrays.
+        common: the stored common values, if they were loaded to say so.
         requested: the keys of all ranks, if a rank compares them with the stored keys; ``None`` if
             a rank needs the stored keys first.
     """
@@ -260,6 +289,7 @@ class Opened(NamedTuple):
     wanted: StateSplit
     needs_keys: bool
     requested: set[str] | None
+    common: StateDict | None = None
 
 
 class _Answer(NamedTuple):
@@ -295,7 +325,8 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         if request.error is not None:
             raise request.error
         wanted = StateSplit(state, loading=True, adopt=adoption)
-        needs_keys = adoption.left_plain and (adoption.has_dtensors or not wanted.has_shards)
+        is_adopted = are_adopted(wanted.found)
+        needs_keys = bool(adoption.left) and (adoption.has_dtensors or is_adopted)
         if not wanted.has_shards:
             require_loadable({dotted(at): one for at, one in wanted.others}, "the value")
         if request.replica_group is not None:
@@ -441,18 +472,25 @@ def _adopted(request: LoadRequest, opened: Opened) -> Opened:
         return pickle.dumps(_checked(request, [pickle.loads(one) for one in reports]))
 
     with ranks.meet(what, owners) as meeting, context.stored.unless_replaced():
-        strategy, _ = validation.verify_checkpoint_and_load_strategy(
-            context.stored, request.sharded_strategy
+        strategy, for_common = validation.verify_checkpoint_and_load_strategy(
+            context.stored, request.sharded_strategy, request.common_strategy
         )
+        common, adoption = None, opened.adoption
         if opened.needs_keys:
-            opened.adoption.arrays = called(strategy.load_tensors_metadata, context)
-            wanted = StateSplit(request.sharded_state_dict, loading=True, adopt=opened.adoption)
+            adoption.arrays = {*called(strategy.load_tensors_metadata, context)}
+            if are_adopted(wanted.found):  # a tensor that is stored nowhere is a missing array
+                common = called(for_common.load_common, context)
+                held = {dotted(path) for path, _ in leaves(common)}
+                adoption.arrays |= {*map(dotted, adoption.left)} - held
+            adoption.left = {}
+            wanted = StateSplit(request.sharded_state_dict, loading=True, adopt=adoption)
         shards = [shard for _, shard in wanted.shards]
         meeting.report = pickle.dumps(claims(shards))
     apply_claims(shards, pickle.loads(meeting.answer), ranks.rank)
     with ranks.meet(what, checked, _joined) as meeting:
         meeting.report = pickle.dumps(_report(request, wanted, is_final=True))
-    return opened._replace(wanted=wanted, requested=pickle.loads(meeting.answer))
+    requested = pickle.loads(meeting.answer)
+    return opened._replace(wanted=wanted, requested=requested, common=common)
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
@@ -501,7 +539,9 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
     for_tensors, for_common = validation.verify_checkpoint_and_load_strategy(
         context.stored, request.sharded_strategy, request.common_strategy
     )
-    common = called(for_common.load_common, context)
+    common = opened.common
+    if common is None:
+        common = called(for_common.load_common, context)
     items: ShardedStateDict = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     missing, unexpected = set[str](), set[str]()
     if request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED:

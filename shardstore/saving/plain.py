@@ -27,7 +27,7 @@ import xxhash
 
 from shardstore.dict_utils import Path, Position, diff, dotted, united
 from shardstore.distributed.groups import first_of
-from shardstore.dtensor.layout import ClaimedTensor
+from shardstore.dtensor.layout import ClaimedTensor, are_adopted
 from shardstore.errors import AccessPatternError, StructureError
 from shardstore.mapping import StateDict
 from shardstore.state_dict_utils import StateSplit
@@ -50,7 +50,7 @@ class Report(NamedTuple):
 
     Attributes:
         has_shards: whether the caller gave sharded tensors, sharded objects or factories.
-        has_arrays: whether the plain tensors became arrays; ``None`` if the rank has none.
+        has_arrays: whether all plain tensors became arrays; ``None`` if the rank has none.
         tensors: digest of the paths of the plain tensors.
         values: digest of all paths, and of the values if they are compared.
     """
@@ -108,8 +108,7 @@ class PlainValues:
             for path, value in split.shards
             if isinstance(value, ClaimedTensor) and not value.holders and value.data is not None
         }
-        has_shards = not all(isinstance(value, ClaimedTensor) for value in split.found)
-        return cls(split.common, arrays, compared, has_shards)
+        return cls(split.common, arrays, compared, not are_adopted(split.found))
 
     @cached_property
     def leaves(self) -> dict[Path, Any]:
@@ -129,7 +128,7 @@ class PlainValues:
         tensors = [path for path, value in self.leaves.items() if isinstance(value, torch.Tensor)]
         return Report(
             self.has_shards,
-            bool(self.arrays) if tensors else None,
+            all(path in self.arrays for path in tensors) if tensors else None,
             _digest(sorted(map(repr, tensors))),
             b"" if self.has_shards else _digest(sorted(map(repr, self.digests.items()))),
         )
@@ -170,7 +169,7 @@ class PlainValues:
             path: (coordinator, Leaf(digest, path in self.arrays))
             for path, digest in self.digests.items()
         }
-        structure = _nested(dict.fromkeys(held))
+        structure = _nested({path: _shape(self.leaves[path]) for path in held})
         differing: dict[Path, list[int]] = {}
         for rank in others:
             new: dict[Path, Leaf] = {}
@@ -183,7 +182,8 @@ class PlainValues:
                 elif leaf.digest and first.digest and not self._same(path, first, leaf):
                     differing.setdefault(path, [owner]).append(rank)
             try:
-                united(structure, _nested(dict.fromkeys(new)))
+                shapes = {path: _shape(*leaf.values) for path, leaf in new.items()}
+                united(structure, _nested(shapes))
             except StructureError as error:
                 raise _conflict(url, next(iter(new)), rank, str(error)) from error
             values = {path: leaf.values[0] for path, leaf in new.items() if not leaf.is_array}
@@ -231,6 +231,12 @@ def _walked(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from _walked(value, here)
         else:
             yield here, value
+
+
+def _shape(value: Any = None) -> Any:
+    """Return what stands for a value, to see whether the values of ranks fit into one state dict:
+    an empty dict or list fits with one that has values."""
+    return type(value)() if isinstance(value, dict | list) else "a value"
 
 
 def _nested(values: Mapping[Path, Any]) -> dict[Any, Any]:

@@ -83,11 +83,22 @@ def nothing_on_rank_0(rank: int, world_size: int) -> State:
     return {} if rank == 0 else stages(rank, world_size)
 
 
+def empty_on_some_ranks(rank: int, world_size: int) -> State:
+    """As get_model_state_dict(full_state_dict=True) returns, and as an optimizer without state."""
+    last = rank == world_size - 1
+    return {
+        "model": {"w": torch.full((2,), 3.0), "inner": {"b": torch.ones(1)}} if last else {},
+        "optim": {"state": {0: {"n": 4, "exp_avg": torch.ones(2)}} if rank == 0 else {}},
+        "extra": {"loss": 0.5} if rank == 1 else {},
+    }
+
+
 HELD: dict[str, Callable[[int, int], State]] = {
     "stages": stages,
     "beside DTensors": beside_dtensors,
     "only one rank has DTensors": only_one_rank_has_dtensors,
     "nothing on rank 0": nothing_on_rank_0,
+    "empty on some ranks": empty_on_some_ranks,
 }
 
 
@@ -128,6 +139,36 @@ def check(found: Any, wanted: Any, what: str) -> None:
 
 def test_what_any_rank_holds_comes_back(tmp_path: Path) -> None:
     run_ranks(_each_way, 3, str(tmp_path), timeout_s=280)
+
+
+# -- plain tensors beside those that shard() describes ---------------------------------------------
+
+
+def _beside_described(rank: int, world_size: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(8.0).reshape(4, 2)
+    models = {
+        "plain": lambda: {"w": whole.clone()},
+        "DTensors": lambda: {"w": distribute_tensor(whole, mesh, [Shard(0)])},
+    }
+    for name, model in models.items():
+        for own in ({f"rng{rank}": torch.full((3,), rank)}, {"one": torch.ones(1)} if rank else {}):
+            place = f"{folder}/{name}-{min(own, default='one')[:3]}"
+            shardstore.save(
+                {"model": shardstore.shard(model()), "same": torch.ones(2), **own}, place
+            )
+            given = {key: torch.zeros_like(value) for key, value in own.items()}
+            same, asked = torch.zeros(2), shardstore.shard(zeroed(model()))
+            found: Any = shardstore.load({"model": asked, "same": same, **given}, place)
+            assert torch.equal(same, torch.ones(2))
+            for key, value in own.items():
+                assert torch.equal(given[key], value), (name, key)
+                assert found[key].data_ptr() == given[key].data_ptr()
+            check(plain(found["model"]["w"]), whole.tolist(), name)
+
+
+def test_plain_tensors_of_ranks_come_back_beside_described_ones(tmp_path: Path) -> None:
+    run_ranks(_beside_described, 2, str(tmp_path))
 
 
 # -- copies that differ ----------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""Plain tensors of a load: filled in place, wherever they are stored, or missing by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardstore
+from shardstore.errors import ArgumentError, MissingKeyError
+from shardstore.mapping import ShardedTensor
+
+
+def saved(tmp_path: Path, how: str) -> Path:
+    """One state, with its tensors as arrays or as common values."""
+    state: dict[str, Any] = {"w": torch.ones(2), "inner": [torch.arange(3), {"b": torch.ones(1)}]}
+    described = shardstore.shard(state) if how == "arrays" else state
+    shardstore.save({**described, "step": 3}, tmp_path / "c")
+    return tmp_path / "c"
+
+
+@pytest.fixture(params=["arrays", "common values"])
+def place(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return saved(tmp_path, request.param)
+
+
+def test_given_tensors_are_filled_in_place(place: Path) -> None:
+    whole = torch.zeros(4)
+    given = {"w": torch.nn.Parameter(whole[1:3]), "inner": [torch.zeros(3, dtype=torch.int64)]}
+    found: Any = shardstore.load(given, place)
+    assert found["w"].data_ptr() == whole[1:].data_ptr()
+    assert found["inner"][0].data_ptr() == given["inner"][0].data_ptr()
+    assert whole.tolist() == [0, 1, 1, 0]
+    assert given["inner"][0].tolist() == [0, 1, 2]
+    assert found["step"] == 3
+
+
+def test_what_does_not_fit_a_common_value_is_left_and_the_stored_one_returned(
+    tmp_path: Path,
+) -> None:
+    place = saved(tmp_path, "common values")
+    for given in (torch.zeros(3), torch.zeros(2, dtype=torch.int8), torch.zeros(1).expand(2)):
+        before = given.clone()
+        found: Any = shardstore.load({"w": given}, place)
+        assert torch.equal(given, before)
+        assert found["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("new", [torch.zeros(2), torch.zeros(2).to_sparse()])
+def test_a_tensor_that_is_stored_nowhere_is_missing(place: Path, new: torch.Tensor) -> None:
+    given = {"w": torch.zeros(2), "inner": {"new": new}}
+    with pytest.raises(MissingKeyError, match=r"'inner\.new'"):
+        shardstore.load(given, place)
+    assert given["w"].tolist() == [0, 0]
+    for mode in ("raise_unexpected", "raise_all"):
+        with pytest.raises(MissingKeyError, match=r"inner\.new"):
+            shardstore.load(given, place, strict=mode)
+    found, _, unexpected = shardstore.load(given, place, strict="return_unexpected")
+    assert unexpected == {"inner.new"}
+    assert found["w"].tolist() == [1, 1]
+
+
+def test_a_sparse_tensor_cannot_be_filled_from_an_array(tmp_path: Path) -> None:
+    place = saved(tmp_path, "arrays")
+    with pytest.raises(ArgumentError, match=r"'w'.*sparse"):
+        shardstore.load({"w": torch.zeros(2).to_sparse()}, place)
+
+
+def test_beside_megatron_s_types_plain_tensors_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "rng": torch.zeros(2)}
+
+    shardstore.save(state(), tmp_path / "c")
+    given = {**state(), "rng": torch.ones(2), "new": torch.ones(1)}
+    found: Any = shardstore.load(given, tmp_path / "c")
+    assert found["rng"].tolist() == [0, 0]
+    assert given["rng"].tolist() == [1, 1]
+    assert "new" not in found
+
+
+def test_a_list_keeps_its_positions(tmp_path: Path) -> None:
+    """As the lists of LBFGS, of which a new optimizer has fewer tensors."""
+    one = torch.ones(1)
+    shardstore.save(shardstore.shard({"al": [None, one, None, one, "z"]}), tmp_path / "c")
+    given = {"al": [None, torch.zeros(1), None, None, None]}
+    found: Any = shardstore.load(given, tmp_path / "c")
+    assert found["al"][0] is found["al"][2] is found["al"][3] is None
+    assert (found["al"][1].tolist(), found["al"][4]) == ([1], "z")
+
+
+def test_lbfgs_goes_on(tmp_path: Path) -> None:
+    def optimizer(steps: int) -> tuple[torch.nn.Linear, torch.optim.LBFGS]:
+        layer = torch.nn.Linear(3, 1)
+        made = torch.optim.LBFGS(layer.parameters(), max_iter=1, history_size=10)
+        for _ in range(steps):
+            step(layer, made)
+        return layer, made
+
+    def step(layer: torch.nn.Linear, made: torch.optim.LBFGS) -> None:
+        def closure() -> torch.Tensor:
+            made.zero_grad()
+            loss = layer(torch.eye(3)).square().sum()
+            loss.backward()
+            return loss
+
+        made.step(closure)
+
+    layer, made = optimizer(4)
+    state = {"model": layer.state_dict(), "optim": made.state_dict()}
+    shardstore.save(shardstore.shard(state), tmp_path / "c")
+    layer, made = optimizer(2)
+    given = {"model": layer.state_dict(), "optim": made.state_dict()}
+    found: Any = shardstore.load(shardstore.shard(given), tmp_path / "c")
+    layer.load_state_dict(found["model"])
+    made.load_state_dict(found["optim"])
+    assert len(made.state_dict()["state"][0]["al"]) == 10
+    step(layer, made)
