@@ -31,7 +31,7 @@ from shardstore.saving.staging import Staging
 from shardstore.serialization import save_request
 from shardstore.storage.options import SaveKeywords, SaveOptions
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.async_utils import AsyncRequest, in_background, staged
+from shardstore.strategies.async_utils import AsyncRequest, in_background, latest_save, staged
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)
@@ -202,6 +202,7 @@ class AsyncSave:
         work = partial(self._run, session, request, staged(request))
         self._end = in_background(work, daemon=True)
         self._end.add_done_callback(self._free)
+        latest_save.append((self.url, self.wait))
 
     def _run(
         self, session: Running, request: AsyncRequest, write: Callable[[], object]

@@ -136,10 +136,11 @@ def _device(map_location: str | torch.device) -> torch.device:
     it has no memory."""
     try:
         device = torch.device(map_location)
-    except (RuntimeError, TypeError) as error:
+        torch.empty(0, device=device)  # is it there?
+    except (RuntimeError, TypeError, AssertionError) as error:
         raise errors.ArgumentError(
             f"map_location={map_location!r:.100} must be a device, as in 'cpu' or 'cuda:0', or "
-            "None; without one, new tensors are in host memory"
+            f"None; without one, new tensors are in host memory ({error})"
         ) from error
     if device.type == "meta":
         raise errors.ArgumentError(
@@ -221,7 +222,7 @@ def run_load(request: LoadRequest) -> Loaded:
         except errors.CheckpointingException as problem:
             _name_as_dcp_does(context, problem)
             raise
-        if are_adopted(matched.wanted.found):
+        if opened.adoption.left and are_adopted(matched.wanted.found):
             _fill(opened.adoption.left, loaded)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
     if ranks.is_coordinator:
@@ -325,8 +326,7 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         if request.error is not None:
             raise request.error
         wanted = StateSplit(state, loading=True, adopt=adoption)
-        is_adopted = are_adopted(wanted.found)
-        needs_keys = bool(adoption.left) and (adoption.has_dtensors or is_adopted)
+        needs_keys = bool(adoption.left) and (adoption.has_dtensors or are_adopted(wanted.found))
         if not wanted.has_shards:
             require_loadable({dotted(at): one for at, one in wanted.others}, "the value")
         if request.replica_group is not None:

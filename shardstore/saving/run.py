@@ -41,7 +41,7 @@ from shardstore.storage.commit.publish import RootContent
 from shardstore.storage.options import DEFAULTS, SaveOptions, require_bool
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
-from shardstore.strategies.async_utils import AsyncRequest
+from shardstore.strategies.async_utils import AsyncRequest, latest_save
 from shardstore.strategies.base import AsyncSaveShardedStrategy, called
 
 
@@ -142,6 +142,9 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
         raise request.error
     options, ranks = request.options, request.ranks
     target = Location.of(request.checkpoint_dir, options.storage_options)
+    for url, wait in latest_save:
+        if url == target.url:
+            wait()
     base = None if options.base is None else Location.of(options.base)
     if base is not None and not base.options:
         base = Location.of(base, target.options)

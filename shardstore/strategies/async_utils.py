@@ -26,6 +26,10 @@ from shardstore.storage.runtime.parallel import start_thread
 
 T = TypeVar("T")
 
+latest_save: deque[tuple[str, Callable[[], object]]] = deque(maxlen=1)
+"""URL of the latest asynchronous save of this process, and what waits for its end. Other saves to
+this URL wait for it, so that an older state is not committed after a newer one."""
+
 _QUEUES = (
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
     "megatron.core.dist_checkpointing.strategies.async_utils",

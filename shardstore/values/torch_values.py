@@ -433,10 +433,12 @@ def require_loadable(value: object, what: str, *, refuse_classes: bool = True) -
                 continue
             why = f"it needs {error.args[0]}" if is_refused else str(error)
             is_tensor = isinstance(found, torch.Tensor)
+            is_numpy = isinstance(found, np.ndarray | np.generic)  # of a type that has no class
+            how = " (its tolist())" if is_numpy else ""
             raise (errors.DTypeMismatchError if is_tensor else errors.CheckpointingException)(
                 f"{what}{place and f' at {place!r}'} is a {kind.__module__}.{kind.__qualname__} "
-                f"that could not be loaded again: {why}. Store plain values in its place, keep it "
-                f"out with LocalNonpersistentObject{_ALLOW * is_refused}",
+                f"that could not be loaded again: {why}. Store plain values in its place{how}, "
+                f"keep it out with LocalNonpersistentObject{_ALLOW * (is_refused > is_numpy)}",
                 key=place,
             ) from error
 

@@ -284,6 +284,19 @@ def a_second_save_waits_or_is_refused(rank: int, world_size: int, folder: Path) 
     check(folder / "b")
 
 
+def a_save_to_the_same_place_waits_for_it(rank: int, world_size: int, folder: Path) -> None:
+    """Else the older state would be committed last."""
+    gated = Gated()
+    state, tensors = state_of(rank, world_size)
+    handle = shardstore.async_save(state, folder / "c", gated, overwrite=True)
+    spoil(tensors)
+    threading.Timer(0.5, gated.gate.set).start()
+    shardstore.save({**state, "step": 8}, folder / "c", overwrite=True)
+    assert handle.done()
+    assert handle.exception() is None
+    assert shardstore.load_common_state_dict(folder / "c")["step"] == 8
+
+
 def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:
     gated = Gated()
     handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", gated)

@@ -1,9 +1,9 @@
-"""Starts processes that have torch, zarr and the package imported already: a rank costs a fork.
+"""Starts processes that have torch and zarr imported already: a rank costs a fork, no new Python.
 
 Run as a program this is the server: it imports what every rank needs, stays alone with one thread,
-and forks a process for each request. It never imports TensorStore, which does not survive a fork:
-each process imports it itself, with the environment, the folder, the path of modules and the
-standard streams that the one who asked had at that moment. Such a process ends as
+and forks a process for each request. It knows neither shardstore nor TensorStore, which does not
+survive a fork: each process imports them itself, with the environment, the folder, the path of
+modules and the standard streams that the one who asked had at that moment. Such a process ends as
 any Python program does, its own ``atexit`` and the interpreter's end included.
 
 There are two servers, and neighbouring processes come from different ones: what is forked from one
@@ -34,13 +34,6 @@ PRELOADED = (
     "numpy",
     "pytest",
     "s3fs",
-    "shardstore.async_handle",
-    "shardstore.dcp",
-    "shardstore.hf.loading",
-    "shardstore.hf.writing",
-    "shardstore.manager",
-    "shardstore.strategies.common",
-    "shardstore.strategies.zarr",
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
@@ -162,6 +155,7 @@ def _serve(channel: socket.socket) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     assert "tensorstore" not in sys.modules
+    assert "shardstore" not in sys.modules
     assert (threads := _threads()) == 1, f"{threads} threads: a fork would not have them all"
     gc.freeze()
     # Ctrl-C is for those who run tests; this process ends with who started it.
