@@ -184,7 +184,8 @@ class WeightFiles:
 
     @classmethod
     def open(cls, place: Location) -> Self:
-        """Open a file, an index and its files, or a folder with either.
+        """Open a file, an index and its files, or a folder with either. In a folder, an index none
+        of whose files exists is passed over for ``model.safetensors``.
 
         Raises:
             NotACheckpointError: there is no such file.
@@ -207,9 +208,11 @@ class WeightFiles:
         names = list(dict.fromkeys(weight_map.values()))
         outside = [name for name in names if not _FILE_NAME.fullmatch(name)]
         listed = _listed(folder, names)
+        if folder is place and SINGLE_NAME in listed and not set(names).intersection(listed):
+            return cls(folder, [SINGLE_NAME])  # transformers leaves the index of a larger model
         if lost := outside or sorted(set(names).difference(listed)):
             what = f"it names {lost[0]!r}, which is not a file in the same folder"
-            if SINGLE_NAME in listed and SINGLE_NAME not in names:  # as transformers leaves it
+            if SINGLE_NAME in listed and SINGLE_NAME not in names:
                 what += f"; if it is of an older model, give the path of {SINGLE_NAME}"
             raise damaged(path, what)
         try:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import shardstore
 from shardstore import hf
+from shardstore.convert import convert
 from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
@@ -127,14 +129,25 @@ def test_a_file_that_an_index_names_is_missing(web: RangeServer, model: Path) ->
         hf.load({"norm.1": torch.zeros(64)}, f"{web.url}/model")
 
 
-def test_a_smaller_model_was_saved_over_a_larger_one(model: Path) -> None:
+def test_a_smaller_model_was_saved_over_a_larger_one(model: Path, tmp_path: Path) -> None:
     """transformers deletes the parts of the larger one, and leaves their index."""
-    (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
+    index, single = model / "model.safetensors.index.json", model / "model.safetensors"
+    (model / "model-00001-of-00002.safetensors").rename(single)
     found = {"norm.3": torch.zeros(64)}
     with pytest.raises(DamagedCheckpointError, match=r"give the path of model\.safetensors"):
+        hf.load(found, model)  # a part is left
+    (model / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"give the path of model\.safetensors"):
+        hf.load(found, index)
+    for place in (model, single):
+        found = {"norm.3": torch.zeros(64)}
+        hf.load(found, place)
+        assert torch.equal(found["norm.3"], SMALL["norm.3"])
+    convert(model, tmp_path / "c")
+    assert shardstore.open(tmp_path / "c").keys() >= SMALL.keys()
+    single.unlink()
+    with pytest.raises(DamagedCheckpointError, match="not a file in the same folder"):
         hf.load(found, model)
-    hf.load(found, model / "model.safetensors")
-    assert torch.equal(found["norm.3"], SMALL["norm.3"])
 
 
 @pytest.mark.parametrize("right", [True, False])
