@@ -322,7 +322,7 @@ def _named(place: Location) -> tuple[Location, str]:
     files = [name for name in names if name.endswith(".safetensors")]
     index, single = ([name] if name in names else [] for name in MODEL_COMMITS)
     for some in (index, indices, single, files):
-        if len(some) == 1 and not re.search(r"-of-(?!00001\.)\d{5}\.", some[0]):  # not a part
+        if len(some) == 1 and not re.search(r"-\d+-of-(?!0*1\.)\d+\.", some[0]):  # not a part
             return place, some[0]
     if place.is_missing():
         raise place.error(" does not exist", errors.NotACheckpointError)

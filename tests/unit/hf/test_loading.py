@@ -366,6 +366,30 @@ def test_the_files_of_transformers_come_before_others(tmp_path: Path, index: boo
     assert torch.equal(state["w"], W)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_whole"),
+    [
+        ("model-00002-of-00003", False),
+        ("model-00001-of-000163", False),
+        ("model-1-of-2", False),
+        ("model.fp16-00001-of-00003", False),
+        ("model-00001-of-000011", False),
+        ("model-00001-of-00001", True),
+        ("model-000001-of-000001", True),
+        ("best-of-3", True),
+    ],
+)
+def test_one_of_several_parts_is_no_whole_model(tmp_path: Path, name: str, is_whole: bool) -> None:
+    save_file({"w": W}, tmp_path / f"{name}.safetensors")
+    state = {"w": torch.zeros(4, 6)}
+    if is_whole:
+        hf.load(state, tmp_path)
+        assert torch.equal(state["w"], W)
+    else:
+        with pytest.raises(NotACheckpointError, match="0 safetensors indices and 1 files"):
+            hf.load(state, tmp_path)
+
+
 # -- hostile files ---------------------------------------------------------------------------------
 
 
