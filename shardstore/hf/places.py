@@ -25,7 +25,8 @@ import msgspec
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
-from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS
+from shardstore.storage.commit.inventory import model_files
+from shardstore.storage.format.names import COMMITS, MODEL_COMMITS
 from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.parallel import default_threads
@@ -243,7 +244,7 @@ class StorePlace:
     def begin(self, layout: FileLayout) -> str:
         """Remove the model that is replaced: first what completes it."""
         names = self._remote.listing()
-        old = [name for name in names if WEIGHTS.fullmatch(name)]
+        old = model_files(self._target, names)
         taken = [name for name in names if name in COMMITS] or old
         if taken and not (self._overwrite and old == taken):
             more = "pass overwrite=True to replace it, or " if old == taken else ""

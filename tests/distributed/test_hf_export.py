@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -325,14 +324,29 @@ def test_a_model_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["m"]
 
 
-def test_other_names_of_numbered_files_are_replaced_too(tmp_path: Path) -> None:
-    """Qwen's models have them; programs that read every safetensors file would read both models."""
-    name = "model.safetensors-00001-of-00001.safetensors"
-    save_file({"w": torch.zeros(2)}, tmp_path / name)
-    index = json.dumps({"metadata": {"total_size": 8}, "weight_map": {"w": name}})
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    hf.save({"w": torch.ones(2)}, tmp_path, overwrite=True)
-    assert os.listdir(tmp_path) == ["model.safetensors"]
+@pytest.mark.parametrize("store", ["folder", "memory", "s3"])
+def test_files_of_the_replaced_model_go_whatever_their_names(
+    s3_server: S3Server, tmp_path: Path, store: str
+) -> None:
+    """Programs that read every safetensors file would read both models. Qwen's have the first name,
+    DeepSeek's the second; the rest is in the index alone."""
+    weights = ["model.safetensors-00001-of-00001", "model-00002-of-000163", "part1", "part 2"]
+    weights = [f"{name}.safetensors" for name in weights]
+    foreign = ["README.md", "adapter_model.safetensors"]
+    urls = {"memory": "memory://hf-names/m", "s3": f"s3://{s3_server.new_bucket()}/m"}
+    place = Location.of(urls.get(store, tmp_path / "m"), s3_server.storage_options)
+    weight_map = {name: name for name in (*weights, "README.md", "../outside.safetensors")}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "outside.safetensors").touch()
+    indices = {json.dumps({"weight_map": weight_map}): 4, '{"weight_map": [': 2, "[]": 2}
+    for index, known in indices.items():
+        for name in (*weights, *foreign):
+            place.write(name, b"old")
+        place.write("model.safetensors.index.json", index.encode())
+        options = {} if store == "folder" else s3_server.storage_options
+        hf.save({"w": torch.ones(2)}, place.url, overwrite=True, storage_options=options)
+        assert place.listing() == sorted([*foreign, "model.safetensors", *weights[known:]])
+    assert (tmp_path / "outside.safetensors").exists()
 
 
 def test_a_model_in_a_store_is_replaced(s3_server: S3Server) -> None:

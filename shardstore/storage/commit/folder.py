@@ -33,8 +33,13 @@ from pathlib import Path
 from shardstore.errors import CheckpointExistsError, StorageError
 from shardstore.storage.commit.attempt import Attempt, DeadTarget, Leftover, exists_error
 from shardstore.storage.commit.identity import has_dcp_metadata
-from shardstore.storage.commit.inventory import deletion_rounds, known_nodes, own_names
-from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, WEIGHTS, key_of
+from shardstore.storage.commit.inventory import (
+    deletion_rounds,
+    known_nodes,
+    model_files,
+    own_names,
+)
+from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, key_of
 from shardstore.storage.movers.files import sync_file_system, write_file
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.parallel import run_batched
@@ -210,7 +215,7 @@ class FolderAttempt(Attempt):
             ours = _own_entries(folder)
             if any(map(target.exists, MODEL_COMMITS)) and not any(map(target.exists, COMMITS)):
                 # A model was replaced, of which no file may stay beside the new ones.
-                ours.update(filter(WEIGHTS.fullmatch, folder.listing()))
+                ours.update(model_files(folder, folder.listing()))
             foreign = [n for n in folder.listing() if n not in ours and not target.exists(n)]
             for name in foreign:
                 os.makedirs(target.url, exist_ok=True)

@@ -22,7 +22,9 @@ from shardstore.storage.format.names import (
     DCP_METADATA_NAME,
     INTEGRITY_NAME,
     MANIFEST_NAME,
+    MODEL_COMMITS,
     OWN_FILES,
+    WEIGHTS,
     object_place,
     require_inside,
 )
@@ -171,6 +173,21 @@ def remains(location: Location, names: Collection[str]) -> list[str]:
     marks."""
     own = own_names(names, *known_nodes(location, names))
     return [name for name in own if not name.startswith(f"{ATTEMPTS}/")]
+
+
+def model_files(location: Location, names: Collection[str]) -> list[str]:
+    """Return those of the names in a folder that belong to a model in Hugging Face's format: its
+    index, and files of weights with the usual names or those in the index."""
+    listed = set[object]()
+    if MODEL_COMMITS[0] in names:
+        with suppress(DamagedCheckpointError, KeyError, RecursionError, TypeError, ValueError):
+            index = json.loads(location.read_if_there(MODEL_COMMITS[0]) or b"")
+            listed.update(dict(index["weight_map"]).values())
+    return [
+        name
+        for name in names
+        if WEIGHTS.fullmatch(name) or (name in listed and name.endswith(".safetensors"))
+    ]
 
 
 def deletion_rounds(names: Iterable[str], most: int) -> list[list[str]]:

@@ -30,8 +30,8 @@ COMMITS = ("zarr.json", CONFIG_NAME)
 """Documents that commit a checkpoint."""
 MODEL_COMMITS = ("model.safetensors.index.json", "model.safetensors")
 """Files that complete a model in Hugging Face's format: the index, or the only file of weights."""
-WEIGHTS = re.compile(r"model(\.safetensors)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Names of the files with the weights of such a model, and of their index."""
+WEIGHTS = re.compile(r"model(\.safetensors)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Usual names of the files with the weights of such a model, and of their index."""
 OWN_FILES = (*COMMITS, COMMON_STATE_NAME, MANIFEST_NAME, INTEGRITY_NAME, DCP_METADATA_NAME)
 """Files of a committed checkpoint that do not belong to an array."""
 RESERVED = frozenset({"zarr.json", "metadata.json", COMMON_STATE_NAME, MANIFEST_NAME})
