@@ -15,6 +15,7 @@ A model becomes visible at the commit.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +47,8 @@ RECORD_NAME = ".shardstore-uploads.json"
 
 Documents = Sequence[tuple[str, bytes]]
 """Names and contents of small files."""
+
+logger = logging.getLogger(__name__)
 
 
 class Place(Protocol):
@@ -344,7 +347,11 @@ class S3Place(StorePlace):
             self._complete(name, layout.sizes[name], sorted(some))
         super().commit(layout, receipts, documents)
         self._uploads.clear()
-        self._remote.delete([RECORD_NAME])
+        try:
+            self._remote.delete([RECORD_NAME])
+        except StorageError as error:
+            text = "%s: the model is committed, but its record %s could not be removed: %s"
+            logger.warning(text, self._target.url, RECORD_NAME, error)
 
     def _complete(self, name: str, size: int, parts: Sequence[tuple[int, str]]) -> None:
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import traceback
 from pathlib import Path
@@ -142,6 +143,22 @@ def test_a_failure_at_any_request(s3_server: S3Server, several: bool) -> None:
     assert theirs["UploadId"] in _uploads(s3_server, bucket)
     # One upload for each file may have begun when its record could not be written.
     assert orphans <= (2 if several else 1)
+
+
+def test_a_record_that_cannot_be_removed_is_no_failure(
+    s3_server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        proxy.rules[:] = [Rule(fault=Fault.DENIED, methods=("POST",), path=r"\?delete", count=None)]
+        export(place.url, 1, options)
+        assert proxy.rules[0].hits > 0
+    assert version_of(place) == 1
+    assert re.search(rf"/m: .* committed.*{RECORD} .*AccessDenied", caplog.text)
+    export(place.url, 2, s3_server.storage_options)
+    assert version_of(place) == 2
+    assert RECORD not in place.listing()
 
 
 @pytest.mark.parametrize("fault", [Fault.DROP_ANSWER, Fault.RESET_BEFORE, Fault.SLOW_DOWN])
