@@ -7,7 +7,7 @@ A model becomes visible at the commit.
 - **S3**: each file is a multipart upload whose parts the ranks write (Amazon S3 user guide,
   "Multipart upload"). The commit completes them, the index last. Until then no key exists. The IDs
   of the uploads are recorded in an object of the place; if the program dies, the next export to the
-  place aborts them.
+  place aborts them, and deletes those that were completed without the index.
 - **Other stores**: one rank writes each file from its beginning to its end, and it appears when it
   is closed; the index comes last.
 """
@@ -298,16 +298,11 @@ class S3Place(StorePlace):
         self._part_bytes = PART_BYTES
 
     def begin(self, layout: FileLayout) -> str:
-        """Abort the uploads of an export that died, and begin an upload for each file."""
-        if (left := self._target.read_if_there(RECORD_NAME)) is not None:
-            try:
-                self._uploads = msgspec.json.decode(left, type=dict[str, str])
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                text = f"/{RECORD_NAME} is no record of uploads ({error}): remove it"
-                raise self._target.error(text) from None
+        """Clear away an export that died, and begin an upload for each file."""
+        if recorded := self._recorded():
+            self._uploads = recorded
             self.abandon()
         super().begin(layout)
-        self._uploads = {}
         for name in layout.heads:
             self._uploads[name] = self._call("create_multipart_upload", name, {})["UploadId"]
             self._remote.write(RECORD_NAME, json.dumps(self._uploads).encode())
@@ -365,14 +360,28 @@ class S3Place(StorePlace):
                 raise
 
     def abandon(self) -> None:
-        """Abort the uploads, so that the store does not keep their parts."""
+        """Abort the uploads, so that the store does not keep their parts, and delete the files that
+        were completed, unless the model is."""
         for name, upload in self._uploads.items():
             with suppress(StorageError, FileNotFoundError):  # it has ended
                 self._call("abort_multipart_upload", name, {"UploadId": upload})
-        if self._uploads:  # else the record is not of this export
-            with suppress(StorageError):
+        with suppress(StorageError):  # the record stays, and the next export tries again
+            recorded = self._recorded()
+            if recorded and recorded.items() <= self._uploads.items():  # of no other export
+                names = self._remote.listing()
+                if not set(MODEL_COMMITS).intersection(names):
+                    self._remote.delete([name for name in names if name in self._uploads])
                 self._remote.delete([RECORD_NAME])
         self._uploads.clear()
+
+    def _recorded(self) -> dict[str, str]:
+        """Return name -> upload of the export that the record is of; empty without a record."""
+        try:
+            text = self._target.read_if_there(RECORD_NAME) or b"{}"
+            return msgspec.json.decode(text, type=dict[str, str])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            what = f"/{RECORD_NAME} is no record of uploads ({error}): remove it"
+            raise self._target.error(what) from None
 
     def _call(
         self, method: str, name: str, about: Mapping[str, Any], size: int = 0

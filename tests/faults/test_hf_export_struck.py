@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load, load_file
 
 from shardstore import hf
-from shardstore.errors import CheckpointingException
+from shardstore.errors import CheckpointExistsError, CheckpointingException
+from shardstore.hf.files import FileLayout
+from shardstore.hf.places import place_for
+from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.stores.location import Location
 from testing.s3_proxy import Fault, FaultProxy, Rule
 from testing.s3_servers import S3Server
@@ -30,14 +33,16 @@ INDEX = "model.safetensors.index.json"
 RECORD = ".shardstore-uploads.json"
 
 
-def export(place: str, version: int, options: Any = None, several: bool = True) -> None:
+def export(
+    place: str, version: int, options: Any = None, several: bool = True, overwrite: bool = True
+) -> None:
     """Version 1 has more files than version 2."""
     state = {f"w{n}": torch.full((10,), float(version)) for n in range(4 - version)}
     hf.save(
         state,
         place,
         file_bytes=40 if several else 2**30,
-        overwrite=True,
+        overwrite=overwrite,
         durable=False,
         files={"config.json": str(version)},
         storage_options=options,
@@ -143,6 +148,56 @@ def test_a_failure_at_any_request(s3_server: S3Server, several: bool) -> None:
     assert theirs["UploadId"] in _uploads(s3_server, bucket)
     # One upload for each file may have begun when its record could not be written.
     assert orphans <= (2 if several else 1)
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("count", [None, 1], ids=["died", "failed"])
+def test_a_new_model_is_saved_again_without_overwrite(
+    s3_server: S3Server, several: bool, count: int | None
+) -> None:
+    """An export that died or failed left nothing in the way, or a whole model, which stays."""
+    bucket, options = s3_server.new_bucket(), s3_server.storage_options
+    outcomes = set()
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        for moment in range(10_000):
+            place = Location.of(f"s3://{bucket}/{moment}", options)
+            proxy.rules[:] = [Rule(fault=Fault.DENIED, skip=moment, count=count)]
+            failed = False
+            try:
+                export(place.url, 1, s3_server.at(proxy.endpoint_url).storage_options, several)
+            except CheckpointingException:
+                failed = True
+            refused = proxy.rules[0].hits > 0
+            proxy.rules.clear()
+            found = version_of(place)
+            outcomes.add((failed, found))
+            if found is None:
+                if count:
+                    assert [n for n in place.listing() if n.endswith(".safetensors")] == [], moment
+                export(place.url, 1, options, several, overwrite=False)
+            else:
+                with pytest.raises(CheckpointExistsError):
+                    export(place.url, 2, options, several, overwrite=False)
+            assert version_of(place) == 1, moment
+            assert RECORD not in place.listing()
+            if not refused:
+                break
+    assert outcomes == {(True, None), (False, 1)}
+    assert moment >= 8
+
+
+def test_the_record_of_another_export_and_its_files_stay(s3_server: S3Server) -> None:
+    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    arrays = [array_of_one_chunk(key, (8,), "uint8") for key in "ab"]
+    layout = FileLayout.of(arrays, 8, {})
+    late = place_for(place, overwrite=False, durable=False)
+    late.begin(layout)
+    record = json.dumps(dict.fromkeys(layout.heads, "another")).encode()
+    place.write(RECORD, record)
+    place.write(next(iter(layout.heads)), b"completed")
+    late.abandon()
+    assert place.read(RECORD) == record
+    assert place.read(next(iter(layout.heads))) == b"completed"
 
 
 def test_a_record_that_cannot_be_removed_is_no_failure(
