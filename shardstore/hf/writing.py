@@ -547,8 +547,8 @@ def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tens
 
 
 def tied(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, str]:
-    """Return name -> the first name with the same memory, that name itself for most. Names of
-    which this rank holds no element are left out."""
+    """Return name -> the first name with the same memory and values, that name itself for most.
+    Names of which this rank holds no element are left out."""
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, tensor in tensors:
@@ -556,7 +556,7 @@ def tied(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, str]:
         if data is None or not data.numel() or not dtypes.is_plain(data):
             continue
         region = local_box(tensor), tensor.global_shape, repr(tensor.flattened_range)
-        memory = data.device, *elements_of(data), *region
+        memory = data.device, data.is_conj(), data.is_neg(), *elements_of(data), *region
         found[name] = first.setdefault(memory, name)
     return found
 

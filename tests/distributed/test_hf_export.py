@@ -312,6 +312,20 @@ def test_names_data_types_files_and_tied_weights(tmp_path: Path) -> None:
     assert (tmp_path / "n" / "a.txt").read_text() == "text"
 
 
+def test_views_with_other_values_of_the_same_memory_are_no_tied_weights(tmp_path: Path) -> None:
+    whole = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    model = {"x": whole, "y": whole.conj(), "u": whole.imag, "v": whole.conj().imag}
+    hf.save(model, tmp_path / "m")
+    hf.load(found := {key: torch.zeros_like(value) for key, value in model.items()}, tmp_path / "m")
+    assert same(found, model)
+    fresh = torch.zeros_like(whole)
+    hf.load({"x": fresh, "y": fresh.conj()}, tmp_path / "m")  # the views fit what is stored
+    assert torch.equal(fresh, whole)
+    hf.save({"x": model["y"], "y": whole.conj()}, tmp_path / "tied")
+    with safe_open(tmp_path / "tied" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "y": "x"}
+
+
 def test_a_model_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
     hf.save(MODEL, tmp_path / "m", file_bytes=1000, files={"config.json": "old"})
     (tmp_path / "m" / "README.md").write_text("mine")
