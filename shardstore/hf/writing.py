@@ -239,7 +239,8 @@ class _Arguments:
         """Return names and contents of :attr:`files`.
 
         Raises:
-            ArgumentError: they are no paths or texts, a file does not exist, or a name is refused.
+            ArgumentError: they are no paths or texts, a file does not exist, or a name is refused
+                or there twice.
         """
         given: list[tuple[Any, Any]]
         try:
@@ -249,7 +250,14 @@ class _Arguments:
                 raise TypeError("one path")
             else:
                 paths = [os.path.abspath(os.fsdecode(path)) for path in self.files]
-                given = [(path.rpartition("/")[2], _content(path)) for path in paths]
+                named: dict[str, str] = {}
+                for path in paths:
+                    if (other := named.setdefault(path.rpartition("/")[2], path)) != path:
+                        raise errors.ArgumentError(
+                            f"files names {other} and {path}, which have the same name; give one "
+                            "of them, or name -> content"
+                        )
+                given = [(name, _content(path)) for name, path in named.items()]
             found = [
                 (n, t.encode() if isinstance(t, str) else bytes(memoryview(t))) for n, t in given
             ]

@@ -400,6 +400,17 @@ def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], text: str) -
     assert os.listdir(tmp_path) == []
 
 
+def test_two_paths_of_one_name_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / folder / "config.json" for folder in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text("{}")
+    with pytest.raises(ArgumentError, match=f"{paths[0]} and {paths[1]}, .* the same name"):
+        hf.save({"w": torch.ones(2)}, tmp_path / "m", files=paths)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    hf.save({"w": torch.ones(2)}, tmp_path / "m", files=[paths[0], str(paths[0])])  # one file
+
+
 @pytest.mark.parametrize(
     ("state", "text"),
     [
