@@ -28,7 +28,6 @@ from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
-INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME, SINGLE_NAME = MODEL_COMMITS
 MAX_HEADER_BYTES = 100_000_000
 START_BYTES = 256 * 1024
@@ -67,6 +66,8 @@ Place = tuple[str, int]
 
 _FILE_NAME = re.compile(r"(?!\.)[^\x00-\x1f/\\:?#%]{1,255}")
 """Names that stay in their folder, and set no option of a URL."""
+_INDEX_NAME = re.compile(r".*\.safetensors\.index\.(.+\.)?json", re.DOTALL)
+"""Names of indices, also of a variant (transformers documentation, "save_pretrained")."""
 
 
 def names_of(keys: Iterable[str], names: Names) -> dict[str, str]:
@@ -194,7 +195,7 @@ class WeightFiles:
         folder, name = _named(place)
         path = f"{folder.url}/{name}"
         try:
-            if not name.endswith(INDEX_SUFFIX):
+            if not _INDEX_NAME.fullmatch(name):
                 return cls(folder, [name])
             document = folder.read(name, MAX_HEADER_BYTES)
         except FileNotFoundError:
@@ -318,10 +319,10 @@ def _named(place: Location) -> tuple[Location, str]:
     if not _has_listing(place):
         return place, INDEX_NAME if place.read_range(INDEX_NAME, 0, 1) else SINGLE_NAME
     names = place.listing()
-    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    indices = [name for name in names if _INDEX_NAME.fullmatch(name)]
     files = [name for name in names if name.endswith(".safetensors")]
     index, single = ([name] if name in names else [] for name in MODEL_COMMITS)
-    for some in (index, indices, single, files):
+    for some in (index, single, indices, files):
         if len(some) == 1 and not re.search(r"-\d+-of-(?!0*1\.)\d+\.", some[0]):  # not a part
             return place, some[0]
     if place.is_missing():
@@ -340,7 +341,7 @@ def _named(place: Location) -> tuple[Location, str]:
 
 def is_file_name(name: str) -> bool:
     """Return whether a name is that of a safetensors file or index."""
-    return name.endswith((".safetensors", INDEX_SUFFIX))
+    return name.endswith(".safetensors") or _INDEX_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,13 @@ def test_an_index_on_a_web_server(web: RangeServer, name: str) -> None:
     require_loaded(found)
 
 
+def test_the_index_of_a_variant_on_a_web_server(web: RangeServer, model: Path) -> None:
+    index = model / "model.safetensors.index.fp16.json"
+    (model / "model.safetensors.index.json").rename(index)
+    hf.load(found := state(), f"{web.url}/model/{index.name}")
+    require_loaded(found)
+
+
 def test_a_single_file_on_a_web_server(web: RangeServer, model: Path) -> None:
     (model / "model.safetensors.index.json").unlink()
     with pytest.raises(NotACheckpointError, match=r"model/model\.safetensors does not exist"):

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardstore import hf
+from shardstore.convert import convert
 from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
@@ -358,12 +359,36 @@ def test_the_files_of_transformers_come_before_others(tmp_path: Path, index: boo
         (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
         text = json.dumps({"weight_map": {"w": "part.safetensors"}})
         (tmp_path / "model.safetensors.index.json").write_text(text)
-        (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
+    (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
     for name in ("adapter_model", "consolidated", "model.fp16"):
         save_file({"w": W + 1}, tmp_path / f"{name}.safetensors")
     state = {"w": torch.zeros(4, 6)}
     hf.load(state, tmp_path)
     assert torch.equal(state["w"], W)
+
+
+def test_a_variant_of_transformers_is_loaded(tmp_path: Path) -> None:
+    """``save_pretrained(..., variant="fp16")`` puts the variant before the ending of each name."""
+    index, parts = "model.safetensors.index.fp16.json", ["model.fp16-00001-of-00002.safetensors"]
+    parts += ["model.fp16-00002-of-00002.safetensors"]
+    place = tmp_path / "m"
+    place.mkdir()
+    save_file({"w": W}, place / parts[0])
+    save_file({"b": B}, place / parts[1])
+    (place / index).write_text(json.dumps({"weight_map": {"w": parts[0], "b": parts[1]}}))
+    for given in (place, place / index):
+        hf.load(state := zeros(), given)
+        assert torch.equal(state["w"], W)
+    convert(place, tmp_path / "c")
+    convert(place / index, tmp_path / "d")
+    save_file({"w": W + 1, "b": B}, place / "model.safetensors")
+    for given, plus in ((place, 1), (place / index, 0)):
+        hf.load(state := zeros(), given)
+        assert torch.equal(state["w"], W + plus)
+    (place / "model.safetensors").unlink()
+    (place / "model.safetensors.index.bf16.json").write_text("{}")
+    with pytest.raises(NotACheckpointError, match="2 safetensors indices"):
+        hf.load(zeros(), place)
 
 
 @pytest.mark.parametrize(
