@@ -31,6 +31,7 @@ from shardstore.storage.format.names import COMMITS, MODEL_COMMITS
 from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.parallel import default_threads
+from shardstore.storage.stores.errors import code_of
 from shardstore.storage.stores.folder import fsync, store_errors
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
@@ -360,17 +361,21 @@ class S3Place(StorePlace):
                 raise
 
     def abandon(self) -> None:
-        """Abort the uploads, so that the store does not keep their parts, and delete the files that
-        were completed, unless the model is."""
+        """Abort the uploads, so that the store does not keep their parts, and delete the files of
+        those that were completed, unless the model is."""
+        ended = []
         for name, upload in self._uploads.items():
-            with suppress(StorageError, FileNotFoundError):  # it has ended
+            try:
                 self._call("abort_multipart_upload", name, {"UploadId": upload})
+            except StorageError as error:
+                if code_of(error) in ("NoSuchUpload", "404"):  # else the file is of others
+                    ended.append(name)
         with suppress(StorageError):  # the record stays, and the next export tries again
             recorded = self._recorded()
             if recorded and recorded.items() <= self._uploads.items():  # of no other export
                 names = self._remote.listing()
                 if not set(MODEL_COMMITS).intersection(names):
-                    self._remote.delete([name for name in names if name in self._uploads])
+                    self._remote.delete([name for name in names if name in ended])
                 self._remote.delete([RECORD_NAME])
         self._uploads.clear()
 

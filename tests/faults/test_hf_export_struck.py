@@ -200,6 +200,19 @@ def test_the_record_of_another_export_and_its_files_stay(s3_server: S3Server) ->
     assert place.read(next(iter(layout.heads))) == b"completed"
 
 
+def test_a_file_of_another_program_in_the_place_of_an_open_upload_stays(
+    s3_server: S3Server,
+) -> None:
+    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    layout = FileLayout.of([array_of_one_chunk(key, (8,), "uint8") for key in "ab"], 8, {})
+    place_for(place, overwrite=False, durable=False).begin(layout)  # and dies
+    theirs = next(iter(layout.heads))
+    place.write(theirs, b"theirs")
+    with pytest.raises(CheckpointExistsError, match=theirs):
+        export(place.url, 1, s3_server.storage_options, overwrite=False)
+    assert place.read(theirs) == b"theirs"
+
+
 def test_a_record_that_cannot_be_removed_is_no_failure(
     s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
