@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardstore.convert.formats import Read, Receipts, ShardstoreTarget, ZarrSource
-from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget
+from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, WithPlainTensors
 from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
 from shardstore.hf.files import is_file_name
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Source: TypeAlias = "ZarrSource | SafetensorsSource | dcp.DcpSource"
+Source: TypeAlias = "ZarrSource | SafetensorsSource | dcp.DcpSource | WithPlainTensors"
 Target: TypeAlias = "ShardstoreTarget | SafetensorsTarget | dcp.DcpTarget"
 FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp", "megatron")
@@ -157,7 +157,9 @@ def convert(
     about = {"source": place.url, "source_format": found, "target_format": wanted}
     log_event(logger, "convert_begin", f"{output.url}: converting", url=output.url, **about)
     started = perf_counter()
-    opened = open_source(place, found)
+    opened: Source = open_source(place, found)
+    if wanted == "safetensors":
+        opened = WithPlainTensors(opened)
     if left_out := opened.left_out:
         shown, count = ", ".join(map(repr, left_out[:SHOWN])), len(left_out)
         text = f"the index leaves out {count} tensor(s), which are not converted: {shown}"

@@ -116,7 +116,7 @@ class DcpTarget(FileTarget):
 
     def _values(self, rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
         """Yield key, path and value of each value that is not a tensor."""
-        return values_of(rest)
+        return values_of(rest, rest.common_values())
 
     def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield key, expected bytes and stored bytes of each value that is not a tensor."""

@@ -29,10 +29,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from time import perf_counter
 from typing import Any
 
@@ -53,7 +53,7 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.folder import store_errors
 from shardstore.storage.stores.location import Location
 from shardstore.values.plain import NotPlainError
-from shardstore.values.record import BACKEND, MEMBER, VERSION, StateRecord, as_text
+from shardstore.values.record import BACKEND, MEMBER, VERSION, StatePath, StateRecord, as_text
 
 logger = logging.getLogger(__name__)
 
@@ -182,11 +182,21 @@ def _exists(output: Location, what: str = "") -> CheckpointingException:
     return output.error(f" already exists{what}; convert to another target", CheckpointExistsError)
 
 
-def values_of(rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
-    """Yield ``(key, path, value)`` of each value that is not a tensor."""
-    for name, value in rest.common_values().items():
-        for names, leaf in _leaves(value, (str(name),)):
-            yield ".".join(names), names, leaf
+def values_of(
+    rest: NonTensors, common: Mapping[Any, Any], tensors: Collection[StatePath] = ()
+) -> Iterator[tuple[str, StatePath, Any]]:
+    """Yield ``(key, path, value)`` of each value that is not a tensor.
+
+    Args:
+        rest: the values.
+        common: result of :meth:`NonTensors.common_values`.
+        tensors: paths in it that are left out.
+    """
+    around = {path[:i] for path in tensors for i in range(len(path))}
+    for name, value in common.items():
+        for path, leaf in _leaves(value, (str(name),), around):
+            if path not in tensors:
+                yield ".".join(map(str, path)), path, leaf
     for key in rest.record.values:
         path = rest.record.paths.get(key, (key,))
         yield key, path, rest.record.value(key, "the source")
@@ -195,11 +205,15 @@ def values_of(rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], An
         yield key, rest.record.paths.get(key, (key,)), value_of()
 
 
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and value of each leaf; an empty dict, or one with other keys, is a leaf."""
-    if isinstance(value, dict) and value and all(isinstance(name, str) for name in value):
-        for name, item in value.items():
-            yield from _leaves(item, (*path, name))
+def _leaves(
+    value: Any, path: StatePath, around: Container[StatePath]
+) -> Iterator[tuple[StatePath, Any]]:
+    """Yield path and value of each leaf. An empty dict, one with other keys than texts, and a list
+    are leaves, except for those at the paths ``around``."""
+    is_named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
+    if is_named or path in around:
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, (*path, name), around)
     else:
         yield path, value
 
@@ -207,16 +221,25 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 def record_of(rest: NonTensors, level: int = logging.WARNING) -> StateRecord:
     """Return the values that have a JSON form, for formats that store little besides tensors.
 
-    Other values, and tensors among the common values, are left out; a log record names them.
+    Other values are left out; a log record names them. Of the plain tensors, see
+    :func:`~shardstore.inspection.opened.plain_tensors`, the record has the paths.
     """
     values: dict[str, Any] = {}
     left_out: list[str] = []
-    paths: dict[str, Any] = dict(rest.record.paths)
-    for key, path, value in values_of(rest):
-        torch = sys.modules.get("torch")  # without it no value is a tensor
+    common = rest.common_values()
+    tensors = {(str(path[0]), *path[1:]): path for path in opened.plain_tensors(common)}
+    paths = dict(rest.record.paths)
+    paths |= {".".join(map(str, path)): path for path in tensors if _is_recorded(path)}
+    lists = {
+        path[:i]: None
+        for path, own in tensors.items()
+        for i in range(1, len(path))
+        if isinstance(reduce(getitem, own[:i], common), list)
+    }
+    for key, path, value in values_of(rest, common, tensors):
         try:
-            if torch is not None and isinstance(value, torch.Tensor):
-                raise NotPlainError("it is a tensor among the common values")
+            if not _is_recorded(path):
+                raise NotPlainError("a dict with tensors and other keys than texts and integers")
             values[key], _ = as_text(value)
             paths[key] = path
         except NotPlainError as reason:
@@ -224,7 +247,11 @@ def record_of(rest: NonTensors, level: int = logging.WARNING) -> StateRecord:
     if left_out:
         shown = "; ".join(left_out[:8])
         logger.log(level, "%d value(s) without a JSON form are left out: %s", len(left_out), shown)
-    return StateRecord(paths, values)
+    return StateRecord(paths, values, lists=[*rest.record.lists, *lists])
+
+
+def _is_recorded(path: StatePath) -> bool:
+    return all(type(name) in (str, int) for name in path)
 
 
 class ZarrSource:

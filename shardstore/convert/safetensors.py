@@ -6,20 +6,27 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+from numpy.typing import NDArray
 
 from shardstore.convert.formats import Arrays, FileTarget, NonTensors, Read, Receipts, record_of
-from shardstore.errors import ArgumentError
+from shardstore.errors import ArgumentError, KeyNameError
 from shardstore.hf.files import INDEX_NAME, FileLayout, WeightFiles, damaged
 from shardstore.hf.places import FolderFiles, StreamedFiles
+from shardstore.inspection.opened import plain_tensors
+from shardstore.storage.format import dtypes
+from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.ranges import read_bytes
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import MEMBER, StateRecord
+
+if TYPE_CHECKING:
+    import torch
 
 MIN_PART_BYTES = 8 * 1024 * 1024
 MAX_PART_BYTES = 64 * 1024 * 1024
@@ -51,6 +58,40 @@ class SafetensorsSource(WeightFiles):
         record = StateRecord.from_root(about, path) or StateRecord()
         metadata.pop("format", None)
         return NonTensors(None, record, {}, {"safetensors": metadata} if metadata else {})
+
+
+class WithPlainTensors:
+    """A source whose plain tensors, which are common values, are arrays like the others.
+
+    Raises:
+        KeyNameError: a plain tensor has the key of an array.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source, self.rest = source, source.rest
+        self.location, self.roots, self.left_out = source.location, source.roots, source.left_out
+        self._values: dict[str, NDArray[Any]] = {}
+        self.arrays: dict[str, ArrayMeta] = dict(source.arrays)
+        for tensor in plain_tensors(source.rest().common_values()).values():
+            from shardstore.saving.plan import plain_tensor  # imports torch
+
+            key, data = tensor.key, cast("torch.Tensor", tensor.data)
+            if key in self.arrays:
+                text = f"an array and a tensor among the common values have the key {key!r}"
+                raise KeyNameError(f"{text}; convert to another format", key=key)
+            self._values[key] = values = dtypes.as_numpy(plain_tensor(data, key))
+            self.arrays[key] = array_of_one_chunk(key, values.shape, dtypes.zarr_name(values.dtype))
+
+    def boxes(self, key: str) -> list[Box]:
+        """Return one box for each stored part."""
+        return [] if key in self._values else self._source.boxes(key)
+
+    def read(self, reads: Sequence[RegionRead]) -> None:
+        """Read regions into their destinations."""
+        self._source.read([read for read in reads if read.array.key not in self._values])
+        for read in reads:
+            if read.array.key in self._values:
+                read.out[...] = self._values[read.array.key][read.box.slices]
 
 
 class SafetensorsTarget(FileTarget):

@@ -539,13 +539,12 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
 def _plain_tensors(checkpoint: OpenCheckpoint) -> list[ShardedTensor]:
     """Return the tensors among the common values of a checkpoint."""
     try:
-        common = shard(checkpoint.common)
+        return [*opened.plain_tensors(checkpoint.common).values()]
     except errors.UnsafeObjectError as error:
         logger.warning(
             "%s: tensors among the common values are left out: %s", checkpoint.url, error
         )
         return []
-    return [tensor for _, tensor in leaves(common) if isinstance(tensor, ShardedTensor)]
 
 
 def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tensor:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import zarr
     from numpy.typing import NDArray
 
+    from shardstore.mapping import ShardedTensor
     from shardstore.storage.format.manifest import Manifest
     from shardstore.storage.movers.chunks import RegionRead
 
@@ -169,6 +170,22 @@ def _require_zarr(location: Location) -> None:
             f"{location.url} was written by the backend {backend!r}, not as Zarr arrays; "
             f"convert it first, `shardstore convert {location.url} TARGET`"
         )
+
+
+def plain_tensors(common: Mapping[Any, Any]) -> dict[tuple[Any, ...], ShardedTensor]:
+    """Return the dense tensors in dicts and lists of the common values, by path. Their keys are
+    their paths, joined by dots.
+
+    Raises:
+        KeyNameError: two tensors have the same key.
+    """
+    if not common:  # nothing imports torch
+        return {}
+    from shardstore.dict_utils import leaves
+    from shardstore.dtensor.adoption import shard
+    from shardstore.mapping import ShardedTensor
+
+    return {path: one for path, one in leaves(shard({**common})) if isinstance(one, ShardedTensor)}
 
 
 class OpenCheckpoint(Mapping[str, "StoredArray"]):

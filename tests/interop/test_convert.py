@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import shardstore
-from shardstore import ShardedObject, ShardedTensor
+from shardstore import ShardedObject, ShardedTensor, hf
 from shardstore.convert import DEFAULT_FILE_BYTES, convert
 from shardstore.errors import (
     ArgumentError,
@@ -35,6 +35,7 @@ from shardstore.errors import (
     CheckpointingException,
     DamagedCheckpointError,
     DTypeMismatchError,
+    KeyNameError,
     NotACheckpointError,
 )
 from shardstore.hf import files
@@ -178,6 +179,77 @@ def test_a_region_is_compared_only_with_parts_that_it_touches(
     convert(tmp_path / "b", tmp_path / "c", memory_budget=1)
     assert same(tensors_of(tmp_path / "c"), {"w": values})
     assert len(compared) < 10 * values.numel()
+
+
+# -- plain tensors among the common values ---------------------------------------------------------
+
+
+def plain_state() -> dict[str, Any]:
+    """As a program of one process saves it, without ``shard()``."""
+    return {
+        "model": {"w": torch.arange(6.0).reshape(2, 3).bfloat16(), "n": torch.tensor(7)},
+        "optim": {
+            "state": {0: {"exp_avg": torch.ones(3), "lr": 0.5}, 1: {"exp_avg": torch.zeros(3)}},
+            "groups": [{"params": [0, 1]}],
+        },
+        "mixed": [torch.ones(2).requires_grad_(), "text", {"c": torch.arange(8).reshape(4, 2).T}],
+        "pair": (torch.ones(1), 2),
+        "step": 3,
+    }
+
+
+PLAIN = {
+    "model.w": torch.arange(6.0).reshape(2, 3).bfloat16(),
+    "model.n": torch.tensor(7),
+    "optim.state.0.exp_avg": torch.ones(3),
+    "optim.state.1.exp_avg": torch.zeros(3),
+    "mixed.0": torch.ones(2),
+    "mixed.2.c": torch.arange(8).reshape(4, 2).T,
+}
+
+
+def test_plain_tensors_are_written_to_safetensors(tmp_path: Path) -> None:
+    shardstore.save(plain_state(), tmp_path / "c")
+    done = convert(tmp_path / "c", tmp_path / "m.safetensors", memory_budget=30)
+    assert (done.tensors, done.verified) == (len(PLAIN), True)
+    assert same(load_file(tmp_path / "m.safetensors"), PLAIN)
+    hf.export(tmp_path / "c", tmp_path / "exported")
+    assert same(load_file(tmp_path / "exported" / "model.safetensors"), PLAIN)
+
+    convert(tmp_path / "m.safetensors", tmp_path / "back")
+    wanted = plain_state()
+    wanted |= {"step": 0, "pair": None}
+    wanted["optim"]["state"][0]["lr"] = wanted["mixed"][1] = None
+    for tensor in (wanted["model"]["w"], wanted["mixed"][2]["c"]):
+        tensor.zero_()
+    found: Any = shardstore.load(wanted, tmp_path / "back")
+    assert not shardstore.dict_utils.diff(found, plain_state())[2]
+    assert found["mixed"][1] == "text"
+    assert found["optim"]["state"][0]["lr"] == 0.5
+
+
+def test_a_killed_conversion_of_plain_tensors_goes_on(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"t{i}": torch.rand(200, 200, generator=generator) for i in range(8)}
+    shardstore.save(dict(tensors), tmp_path / "c")
+    arguments = [str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
+    assert killed_conversion(*arguments, "safetensors", DEFAULT_FILE_BYTES) == 9
+    done = convert(*arguments, memory_budget=200_000)
+    assert 0 < done.resumed_bytes < done.total_bytes
+    assert same(load_file(tmp_path / "m.safetensors"), tensors)
+
+
+def test_plain_tensors_that_cannot_be_written_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shardstore.save({"s": torch.eye(3).to_sparse(), "w": torch.ones(2)}, tmp_path / "sparse")
+    convert(tmp_path / "sparse", tmp_path / "m.safetensors")
+    assert same(load_file(tmp_path / "m.safetensors"), {"w": torch.ones(2)})
+    assert "1 value(s) without a JSON form are left out: s (" in caplog.text
+    state = {"a": {"b": torch.ones(2)}, "x": ShardedTensor.from_rank_offsets("a.b", torch.zeros(3))}
+    shardstore.save(state, tmp_path / "twice")
+    with pytest.raises(KeyNameError, match=r"'a\.b'"):
+        convert(tmp_path / "twice", tmp_path / "n.safetensors")
 
 
 # -- budget, progress, resumption ------------------------------------------------------------------
