@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -33,6 +33,8 @@ MAX_PART_BYTES = 64 * 1024 * 1024
 
 STATE_METADATA = "shardstore.state_dict"
 """Name of the metadata entry that holds the values that are not tensors."""
+METADATA_ATTRIBUTE = "safetensors"
+"""Name of the root group's attribute that holds the other metadata entries."""
 
 
 class SafetensorsSource(WeightFiles):
@@ -57,7 +59,7 @@ class SafetensorsSource(WeightFiles):
             raise damaged(path, error) from error
         record = StateRecord.from_root(about, path) or StateRecord()
         metadata.pop("format", None)
-        return NonTensors(None, record, {}, {"safetensors": metadata} if metadata else {})
+        return NonTensors(None, record, {}, {METADATA_ATTRIBUTE: metadata} if metadata else {})
 
 
 class WithPlainTensors:
@@ -127,10 +129,13 @@ class SafetensorsTarget(FileTarget):
             ArgumentError: a header is too large.
         """
         self._arrays = arrays
-        self._layout = self._lay_out(record_of(rest))
+        self._layout = self._lay_out(rest)
 
-    def _lay_out(self, record: StateRecord) -> FileLayout:
-        about = {STATE_METADATA: json.dumps(record.to_json())}
+    def _lay_out(self, rest: NonTensors, level: int = logging.WARNING) -> FileLayout:
+        record, kept = record_of(rest, level), rest.attributes.get(METADATA_ATTRIBUTE)
+        pairs = kept.items() if isinstance(kept, Mapping) else ()
+        about = {name: text for name, text in pairs if isinstance(text, str)}
+        about[STATE_METADATA] = json.dumps(record.to_json())
         try:
             return FileLayout.of(self._arrays, self._file_bytes, about, self._single)
         except ArgumentError as error:
@@ -180,7 +185,7 @@ class SafetensorsTarget(FileTarget):
 
     def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield name, expected header and stored header of each file."""
-        for name, head in self._lay_out(record_of(rest, logging.DEBUG)).heads.items():
+        for name, head in self._lay_out(rest, logging.DEBUG).heads.items():
             yield name, head, read_bytes(self._at, name, 0, len(head))
 
     def publish(self) -> None:

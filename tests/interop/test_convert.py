@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import shardstore
@@ -134,9 +134,49 @@ def test_safetensors_files_and_index(tmp_path: Path) -> None:
     assert same(tensors_of(tmp_path / "again"), tensors)
     convert(tmp_path / "again", tmp_path / "one.safetensors")
     assert same(load_file(tmp_path / "one.safetensors"), tensors)
+    assert metadata_of(tmp_path / "one.safetensors") == {"format": "pt", "who": "me"}
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "again", "c", "m.safetensors", "one.safetensors", "several",
     ]  # fmt: skip
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return {k: v for k, v in file.metadata().items() if k != "shardstore.state_dict"}
+
+
+def test_the_metadata_of_safetensors_files_is_kept(tmp_path: Path) -> None:
+    """Such as the ties that ``safetensors.torch.save_model`` and ``hf.save`` write."""
+    emb = torch.rand(4, 2)
+    hf.save({"emb": emb, "head": emb}, tmp_path / "a")
+    about = {"head": "emb", "modelspec.title": "A model"}
+    save_file({"emb": emb, "w": torch.ones(9)}, tmp_path / "b.safetensors", metadata=about)
+    for name in ("a", "b.safetensors"):
+        place = tmp_path / f"of {name}"
+        convert(tmp_path / name, place / "zarr")
+        convert(place / "zarr", place / "one.safetensors")
+        several = {"target_format": "safetensors", "file_bytes": 36}
+        convert(place / "one.safetensors", place / "several", **several)  # type: ignore[arg-type]
+        for made in (place / "one.safetensors", place / "several"):
+            head = torch.zeros(4, 2)
+            hf.load({"head": head}, made)
+            assert torch.equal(head, emb)
+    assert metadata_of(place / "one.safetensors") == {**about, "format": "pt"}
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    assert metadata_of(place / "several" / first) == {**about, "format": "pt"}
+    assert metadata_of(place / "several" / second) == {"format": "pt"}
+
+
+def test_only_texts_become_metadata_of_safetensors_files(tmp_path: Path) -> None:
+    shardstore.save(shardstore.shard({"w": torch.ones(2)}), tmp_path / "c")
+    group = zarr.open_group(str(tmp_path / "c"), mode="r+")
+    about = {"a": 1, "b": "text", "c": None, "shardstore.state_dict": "text"}
+    for number, value in enumerate((about, ["b"], "b")):
+        group.attrs["safetensors"] = value
+        convert(tmp_path / "c", tmp_path / f"{number}.safetensors")
+        found = {"b": "text"} if number == 0 else {}
+        assert metadata_of(tmp_path / f"{number}.safetensors") == {**found, "format": "pt"}
+        convert(tmp_path / f"{number}.safetensors", tmp_path / f"back {number}")
 
 
 @settings(
