@@ -31,6 +31,8 @@ class RangeServer:
         token: the token that requests to the Hub must have.
         revision: the only revision of the Hub's repository.
         ignores_ranges: whole files are sent.
+        busy: status of the refusals, and how many there are of each request before an answer.
+        retry_after: header of the refusals.
         requests: method, path and range of each request.
     """
 
@@ -42,6 +44,8 @@ class RangeServer:
     token: str = ""
     revision: str = "main"
     ignores_ranges: bool = False
+    busy: tuple[int, int] = (0, 0)
+    retry_after: str = ""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
 
     def sent_bytes(self, suffix: str) -> int:
@@ -89,6 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
         about, parts = self.server_about, urlsplit(self.path)
         path, asked = unquote(parts.path), self.headers.get("Range", "")
         about.requests.append((self.command, path, asked))
+        status, times = about.busy
+        if about.requests.count(about.requests[-1]) <= times:
+            self._end(status, {"Retry-After": about.retry_after} if about.retry_after else {})
+            return
         if found := re.fullmatch(r"/org/tiny/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
             self._of_hub(*found.groups())
             return

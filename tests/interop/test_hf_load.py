@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from shardstore.errors import (
 )
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
+from shardstore.storage.stores import remote
+from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.range_server import SIGNATURE, RangeServer, range_server
 
@@ -155,6 +159,67 @@ def test_a_smaller_model_was_saved_over_a_larger_one(model: Path, tmp_path: Path
     single.unlink()
     with pytest.raises(DamagedCheckpointError, match="not a file in the same folder"):
         hf.load(found, model)
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_server_that_is_overloaded_is_asked_again(web: RangeServer, status: int) -> None:
+    web.busy, web.retry_after = (status, 2), "0"
+    found = state()
+    hf.load(found, f"{web.url}/model")
+    require_loaded(found)
+    assert max(Counter(web.requests).values()) == 3
+
+
+def test_the_time_that_an_overloaded_server_asks_for_is_waited(
+    web: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, found = f"{web.url}/model/model-00001-of-00002.safetensors", {"norm.3": torch.zeros(64)}
+    for asked, most, least in (("1", 9, 3), ("10000", 0.5, 1.5), ("soon", 0.5, 0)):
+        web.requests.clear()
+        web.busy, web.retry_after = (503, 1), asked
+        monkeypatch.setattr(remote, "MOST_WAIT_S", most)
+        started = time.monotonic()
+        hf.load(found, url)
+        assert least <= time.monotonic() - started < least + 5
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_stays_overloaded_is_named_so(web: RangeServer, status: int) -> None:
+    web.busy, web.retry_after = (status, 10**6), "0"
+    for read in (
+        lambda: hf.load(state(), f"{web.url}/model"),
+        lambda: Location.of(f"{web.url}/model").stamp("model.safetensors"),  # HEAD, then GET
+    ):
+        web.requests.clear()
+        with pytest.raises(StorageError, match=rf"{status}.*; the store is overloaded"):
+            read()
+        assert set(Counter(web.requests).values()) == {remote.WEB_TRIES}
+
+
+def test_other_refusals_are_not_tried_again(web: RangeServer) -> None:
+    web.busy = 401, 1
+    with pytest.raises(StorageError, match="401"):
+        hf.load(state(), f"{web.url}/model")
+    assert len(web.requests) == 1
+
+
+@pytest.mark.parametrize("own", [None, {}, {"trust_env": False}])
+def test_the_proxy_of_the_environment(
+    web: RangeServer, own: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy gets the whole URL, of a host that only it knows."""
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", web.url)
+    options = {} if own is None else {"client_kwargs": own}
+    found = state()
+    if own == {"trust_env": False}:
+        with pytest.raises(StorageError, match="does not answer"):
+            hf.load(found, "http://model.invalid/model", storage_options=options)
+        assert not web.requests
+        return
+    hf.load(found, "http://model.invalid/model", storage_options=options)
+    require_loaded(found)
 
 
 @pytest.mark.parametrize("right", [True, False])

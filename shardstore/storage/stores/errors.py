@@ -154,7 +154,7 @@ _REMEDIES = {
     "InvalidBucketName": "the bucket's name is not valid: correct the URL",
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-    "503": "the store is overloaded, or down: try again later",
+    **dict.fromkeys(("502", "503", "504"), "the store is overloaded, or down: try again later"),
     "429": "the store is overloaded: try again later, or with fewer ranks at a time",
     "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
@@ -175,6 +175,7 @@ _DENIED_ELSEWHERE = (
 )
 
 
+_OVERLOADED = (429, 502, 503, 504)
 _READING = ("reading", "looking for", "listing")
 
 
@@ -262,7 +263,17 @@ def code_of(error: BaseException | None) -> str | None:
             code = code or getattr(one, "code", None)
         elif isinstance(one, OSError) and str(one).startswith("Forbidden: http"):
             code = code or 403  # gcsfs has no class for it
+    if code is None and (answer := overload_of(error)):
+        code = answer.status
     return None if code is None else str(code)
+
+
+def overload_of(error: BaseException) -> Any:
+    """Return aiohttp's error for the answer of a web server that is overloaded, or ``None``."""
+    for one in _causes(error):
+        if type(one).__module__.startswith("aiohttp.") and hasattr(one, "status"):
+            return one if one.status in _OVERLOADED else None
+    return None
 
 
 def _answer(error: BaseException | None) -> dict[str, Any]:

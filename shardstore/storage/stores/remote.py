@@ -8,6 +8,7 @@ that does not answer blocks a rank for a limited time only.
 from __future__ import annotations
 
 import os
+import random
 import re
 import secrets
 import threading
@@ -29,7 +30,13 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores import gcs, s3
-from shardstore.storage.stores.errors import code_of, explained, keep_quiet_about, too_late
+from shardstore.storage.stores.errors import (
+    code_of,
+    explained,
+    keep_quiet_about,
+    overload_of,
+    too_late,
+)
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 
 FIRST_DEADLINE_S = 20.0
@@ -45,6 +52,9 @@ delete them sequentially before they answer."""
 DELETE_REQUESTS = 8
 """Concurrent deletions."""
 DELETE_TRIES = 4
+WEB_TRIES = 5
+MOST_WAIT_S = 30.0
+"""Largest time before another request to a web server that is overloaded."""
 _WORTH_ANOTHER_TRY = ("InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout")
 
 _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
@@ -437,7 +447,20 @@ class RemoteStore:
 
     def call(self, method: str, *args: Any, size: int = 0, **kwargs: Any) -> Any:
         """Call a method of the file system that transfers ``size`` bytes. Asynchronous file systems
-        have a deadline."""
+        have a deadline. A web server that is overloaded is asked again, after the time that it
+        gives; the clients of other stores do this themselves."""
+        for tried in range(1, WEB_TRIES):
+            try:
+                return self._call(method, *args, size=size, **kwargs)
+            except Exception as error:
+                if (answer := overload_of(error)) is None:
+                    raise
+                asked = (answer.headers or {}).get("Retry-After", "")
+            seconds = float(asked) if asked.isdecimal() else 2**tried * random.uniform(0.2, 0.4)
+            time.sleep(min(seconds, MOST_WAIT_S))
+        return self._call(method, *args, size=size, **kwargs)
+
+    def _call(self, method: str, *args: Any, size: int, **kwargs: Any) -> Any:
         if not isinstance(self.fs, AsyncFileSystem):
             if method in _FROM_LISTINGS:
                 self.fs.invalidate_cache()  # others may have written since the cached listing
@@ -474,7 +497,8 @@ class RemoteStore:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             # A client names a file of this machine that it lacks, such as a credential_process.
             is_of_client = error.filename is not None and isinstance(self.fs, AsyncFileSystem)
-            if code_of(error) == "NoSuchBucket" or is_of_client or not absent:
+            is_refused = code_of(error) == "NoSuchBucket" or overload_of(error)
+            if is_refused or is_of_client or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None
         except Exception as error:  # the libraries have their own exception types
