@@ -268,7 +268,7 @@ def code_of(error: BaseException | None) -> str | None:
     return None if code is None else str(code)
 
 
-def overload_of(error: BaseException) -> Any:
+def overload_of(error: BaseException | None) -> Any:
     """Return aiohttp's error for the answer of a web server that is overloaded, or ``None``."""
     for one in _causes(error):
         if type(one).__module__.startswith("aiohttp.") and hasattr(one, "status"):

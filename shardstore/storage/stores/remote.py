@@ -20,6 +20,7 @@ from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
+from urllib.request import getproxies
 
 import fsspec  # type: ignore[import-untyped]
 from fsspec.asyn import AsyncFileSystem, sync  # type: ignore[import-untyped]
@@ -98,6 +99,10 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
     configured = [fsspec.config.conf.get(name, {}) for name in CLIENTS if CLIENTS[name] is client]
     every = chain(*(about.items() for about in (*configured, options)))
     options = {name: value for name, value in every if name not in _OF_INSTANCES}
+    # Only with a proxy, because aiohttp then refuses a token for a host that is in ~/.netrc too.
+    own = options.get("client_kwargs") or {}
+    if protocol in ("http", "https") and getproxies() and isinstance(own, Mapping):
+        options["client_kwargs"] = {"trust_env": True, **own}
     # The key has the process id: a forked process must not share connections.
     known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)))
     with _lock:
