@@ -35,11 +35,13 @@ def locate(place: Any, options: Mapping[str, Any] | None = None) -> Location:
 
     Args:
         place: path or URL of a folder, a safetensors file or an index. ``hf://org/model@revision``
-            is a repository of the Hub (``HF_ENDPOINT``, ``HF_TOKEN``).
-        options: storage options of fsspec; ``token`` is that of the Hub.
+            is a repository of the Hub (``HF_ENDPOINT``, ``HF_TOKEN``). A branch with a slash has
+            ``%2F`` in its place.
+        options: storage options of fsspec; ``token`` is that of the Hub: a text; ``True`` for that
+            of ``HF_TOKEN`` or ``hf auth login``, which is the default too; ``False`` for none.
 
     Raises:
-        ArgumentError: ``place`` is neither a path nor a supported URL.
+        ArgumentError: ``place`` is neither a path nor a supported URL, or there is no token.
     """
     url = os.fspath(place) if isinstance(place, str | os.PathLike) else place
     if isinstance(url, str) and url.lower().startswith("hf://"):
@@ -79,11 +81,19 @@ def _of_hub(name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, An
         raise ArgumentError(f"'hf://{name:.100}' names no model; give hf://org/model@revision")
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     given = dict(options)
-    token = given.pop("token", None) or os.environ.get("HF_TOKEN") or _kept_token()
+    asked = given.pop("token", None)
+    token = str(asked or "").strip()
+    if asked is True or not (token or asked is False):
+        token = os.environ.get("HF_TOKEN", "").strip() or _kept_token()
+    if asked is True and not token:
+        raise ArgumentError(
+            "token=True, but no token is kept: set HF_TOKEN, or run `hf auth login`"
+        )
     if token:
         keep_quiet_about({"token": token})
         given = _with_header(given, f"Bearer {token}")
-    url = f"{endpoint}/{above}{owner}/{repository}/resolve/{quote(revision or 'main', safe='')}"
+    revision = quote(unquote(revision or "main"), safe="")  # a branch with a slash may be quoted
+    url = f"{endpoint}/{above}{owner}/{repository}/resolve/{revision}"
     return f"{url}/{inner}".rstrip("/"), given
 
 

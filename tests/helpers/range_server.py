@@ -34,6 +34,7 @@ class RangeServer:
         busy: status of the refusals, and how many there are of each request before an answer.
         retry_after: header of the refusals.
         requests: method, path and range of each request.
+        authorizations: the header of each request.
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class RangeServer:
     busy: tuple[int, int] = (0, 0)
     retry_after: str = ""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
+    authorizations: list[str] = field(default_factory=list)
 
     def sent_bytes(self, suffix: str) -> int:
         """Bytes of the ranges asked for of files whose names end so."""
@@ -93,12 +95,13 @@ class _Handler(BaseHTTPRequestHandler):
         about, parts = self.server_about, urlsplit(self.path)
         path, asked = unquote(parts.path), self.headers.get("Range", "")
         about.requests.append((self.command, path, asked))
+        about.authorizations.append(self.headers.get("Authorization", ""))
         status, times = about.busy
         if about.requests.count(about.requests[-1]) <= times:
             self._end(status, {"Retry-After": about.retry_after} if about.retry_after else {})
             return
-        if found := re.fullmatch(r"/org/tiny/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
-            self._of_hub(*found.groups())
+        if found := re.fullmatch(r"/org/tiny/resolve/([^/]+)/(.+)", parts.path):
+            self._of_hub(*map(unquote, found.groups()))
             return
         is_hub = path.startswith("/cdn/")
         if is_hub and (parts.query != f"sig={SIGNATURE}" or "Authorization" in self.headers):

@@ -19,6 +19,7 @@ import shardstore
 from shardstore import hf
 from shardstore.convert import convert
 from shardstore.errors import (
+    ArgumentError,
     CheckpointingException,
     DamagedCheckpointError,
     NotACheckpointError,
@@ -287,11 +288,51 @@ def test_a_model_of_the_hub(
     require_loaded(found)
 
 
-@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3", "0123abc"])
-def test_a_revision_of_the_hub(hub: RangeServer, revision: str) -> None:
-    hub.revision, found = revision, state()
-    hf.load(found, f"hf://org/tiny@{revision}", storage_options={"token": SECRET})
+@pytest.mark.parametrize("end", ["\n", "\r\n", "  "])
+@pytest.mark.parametrize("how", ["option", "variable", "file"])
+def test_a_token_with_a_line_break(
+    hub: RangeServer, how: str, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in ``HF_TOKEN="$(cat token; echo)"``, and from files of secrets."""
+    options = {"token": f"{SECRET}{end}"} if how == "option" else None
+    if how == "variable":
+        monkeypatch.setenv("HF_TOKEN", f"{SECRET}{end}")
+    if how == "file":
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "token").write_text(f"{SECRET}{end}")
+    found = state()
+    hf.load(found, "hf://org/tiny", storage_options=options)
     require_loaded(found)
+
+
+def test_a_token_that_is_true_or_false(hub: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in huggingface_hub: the token of the environment, and none."""
+    with pytest.raises(ArgumentError, match=r"token=True.*HF_TOKEN"):
+        hf.load(state(), "hf://org/tiny", storage_options={"token": True})
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    found = state()
+    hf.load(found, "hf://org/tiny", storage_options={"token": True})
+    require_loaded(found)
+    with pytest.raises(StorageError, match="401"):
+        hf.load(state(), "hf://org/tiny", storage_options={"token": False})
+    hub.token = ""
+    hf.load(found, "hf://org/tiny", storage_options={"token": False})
+    assert hub.authorizations[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("revision", "written"),
+    [
+        *((name, name) for name in ("v1.0", "refs/pr/3", "0123abc", "a+b", "ä")),
+        ("feature/x", "feature%2Fx"),
+        ("refs/convert/parquet", "refs%2Fconvert%2Fparquet"),
+    ],
+)
+def test_a_revision_of_the_hub(hub: RangeServer, revision: str, written: str) -> None:
+    hub.revision, found = revision, state()
+    for name in ("", "/model.safetensors.index.json"):
+        hf.load(found, f"hf://org/tiny@{written}{name}", storage_options={"token": SECRET})
+        require_loaded(found)
     with pytest.raises(NotACheckpointError):
         hf.load(found, "hf://org/tiny@other", storage_options={"token": SECRET})
 
