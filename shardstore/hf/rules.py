@@ -73,11 +73,16 @@ def concat(*rules: Rule, axis: int = 0, groups: int = 1) -> Rule:
         groups: number of equal groups into which each part is cut. The result has the first group
             of each part, then the second of each. Megatron-Core's fused QKV has a group for each
             key-value head.
+
+    Raises:
+        ArgumentError: there are no parts.
     """
+    if not rules:
+        raise errors.ArgumentError("concat() has no parts; give it at least one rule")
 
     def made(fields: Fields, sources: Sources) -> Source:
         parts = [sources.made(rule, fields) for rule in rules]
-        sizes = [_even(part.shape[axis], groups, part) for part in parts]
+        sizes = [_even(_size(part, axis, "concat"), groups, part) for part in parts]
         runs = [(p, n * g, n) for g in range(groups) for p, n in zip(parts, sizes, strict=True)]
         return _joined(axis, runs)
 
@@ -93,11 +98,17 @@ def part(rule: Rule, number: int, sizes: Sequence[int], *, axis: int = 0, groups
         sizes: sizes of all parts along the axis, or their ratio, as numbers of heads.
         axis: the axis.
         groups: see :func:`concat`.
+
+    Raises:
+        ArgumentError: there is no part of this number.
     """
+    if not -len(sizes) <= number < len(sizes):
+        text = f"part({rule!r:.100}, {number}, {sizes}) is none of {len(sizes)} parts"
+        raise errors.ArgumentError(f"{text}; they are counted from 0")
 
     def made(fields: Fields, sources: Sources) -> Source:
         whole = sources.made(rule, fields)
-        unit = _even(whole.shape[axis], groups * sum(sizes), whole)
+        unit = _even(_size(whole, axis, "part"), groups * sum(sizes), whole)
         first, length = unit * sum(sizes[:number]), unit * sizes[number]
         starts = (group * unit * sum(sizes) + first for group in range(groups))
         return _joined(axis, [(whole, start, length) for start in starts])
@@ -147,7 +158,7 @@ def index(rule: Rule, at: str | int) -> Rule:
             raise errors.ArgumentError(
                 f"index(..., {at!r}) gives {text!r} in a rule; give a number"
             ) from None
-        if not 0 <= position < whole.shape[0]:
+        if not 0 <= position < _size(whole, 0, "index"):
             key = f"{min(whole.keys)}[{position}]"
             raise errors.MissingKeyError(f"{key!r} is not stored in {sources.url}", key=key)
 
@@ -164,6 +175,7 @@ def transposed(rule: Rule) -> Rule:
 
     def made(fields: Fields, sources: Sources) -> Source:
         whole = sources.made(rule, fields)
+        _size(whole, -2, "transposed")
         shape = _exchanged(whole.shape)
         return _viewed(whole, shape, _exchanged, lambda out: out.swapaxes(-1, -2))
 
@@ -179,6 +191,18 @@ def _filled(template: str, fields: Fields) -> str:
             f"the template {template!r} of a rule has the field {error}, which the key of the rule "
             "does not have; a key such as 'layers.{layer}.weight' gives the value of {layer}"
         ) from None
+
+
+def _size(source: Source, axis: int, rule: str) -> int:
+    """Return the size of a source along an axis that a rule needs."""
+    if not -len(source.shape) <= axis < len(source.shape):
+        key = min(source.keys)
+        raise errors.ShapeMismatchError(
+            f"key {key!r} has shape {source.shape}, and {rule} in a rule needs its axis {axis}; "
+            "correct the rule, or let its template match fewer keys",
+            key=key,
+        )
+    return source.shape[axis]
 
 
 def _even(size: int, parts: int, source: Source) -> int:
@@ -245,6 +269,12 @@ class Sources:
 def _pattern(template: str) -> re.Pattern[str]:
     """Return the pattern of the keys of a template."""
     texts = re.split(r"\{(\w+)\}", template)
+    fields = texts[1::2]
+    if len(set(fields)) < len(fields) or not all(map(str.isidentifier, fields)):
+        raise errors.ArgumentError(
+            f"the template {template!r} of a rule has the fields {fields}; give each another name, "
+            "which begins with a letter"
+        )
     return re.compile(
         "".join(f"(?P<{t}>[^.]+)" if n % 2 else re.escape(t) for n, t in enumerate(texts))
     )
@@ -377,10 +407,11 @@ class Scaled:
 
     def copy_(self, values: torch.Tensor) -> None:
         """Fill the tensor with scaled values."""
+        values, out = torch.atleast_1d(values, self._out)
         rows = max(1, SCALED_ELEMENTS * len(values) // max(1, values.numel()))
         for start in range(0, len(values), rows):
             part = slice(start, start + rows)
             scales = self._scales.float()
             for axis, block in enumerate(self._blocks):
                 scales = scales.index_select(axis, block[part] if axis == 0 else block)
-            self._out[part].copy_(values[part].float() * scales)
+            out[part].copy_(values[part].float() * scales)

@@ -295,6 +295,16 @@ def test_an_axis_has_a_scale_for_each_block_or_each_position_or_one(
     assert torch.equal(whole, values)
 
 
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path, suffix: str) -> None:
+    stored = {"s": torch.tensor(3.0).to(torch.float8_e4m3fn), f"s{suffix}": torch.tensor(0.5)}
+    save_file(stored, tmp_path / "m.safetensors")
+    for dtype in (torch.float32, torch.bfloat16):
+        state: Any = {"s": torch.tensor(0.0, dtype=dtype)}
+        hf.load(state, tmp_path)
+        assert state["s"] == 1.5
+
+
 def test_only_the_scales_of_the_blocks_are_read(quantised: tuple[Path, torch.Tensor]) -> None:
     place, values = quantised
     data = torch.zeros(50, 60, dtype=torch.bfloat16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ STORED = {
     "layers.0.v": (4, 4),
     "layers.0.fused": (5, 12, 4),
 }
+SHORT: dict[str, tuple[int, ...]] = {"bias": (8,), "scalar": ()}
 WHOLE: dict[str, torch.Tensor] = {}
 for _key, _shape in STORED.items():
     _start = sum(t.numel() for t in WHOLE.values())
@@ -157,6 +159,38 @@ def test_what_rules_refuse() -> None:
         made(concat("layers.0.q", "layers.0.k", axis=1))
     with pytest.raises(DTypeMismatchError, match="float16"):
         made(concat("layers.0.q", "half"), half=(16, 4))
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (lambda: transposed("bias"), r"'bias' has shape \(8,\), and transposed .* axis -2"),
+        (lambda: transposed("scalar"), r"'scalar' has shape \(\), and transposed .* axis -2"),
+        (lambda: index("scalar", 0), r"'scalar' has shape \(\), and index .* axis 0"),
+        (lambda: concat("scalar", "scalar"), r"'scalar' has shape \(\), and concat .* axis 0"),
+        (lambda: concat("bias", "layers.0.q"), r"do not fit together"),
+        (lambda: concat("layers.0.q", "bias", axis=1), r"'bias' has shape \(8,\), and concat"),
+        (lambda: concat("layers.0.q", axis=5), r"'layers\.0\.q' .*\(16, 4\), and concat .* axis 5"),
+        (lambda: concat("bias", axis=-2), r"'bias' has shape \(8,\), and concat .* axis -2"),
+        (lambda: part("bias", 0, (1, 1), axis=1), r"'bias' has shape \(8,\), and part .* axis 1"),
+    ],
+)
+def test_an_axis_that_a_tensor_lacks_is_named(rule: Any, text: str) -> None:
+    """Such as a template for matrices that matches their biases too."""
+    more = {key: array_of_one_chunk(key, n, "float32") for key, n in SHORT.items()}
+    with pytest.raises(ShapeMismatchError, match=text):
+        Sources({**SOURCES.arrays, **more}, "place", {"t": rule()}, {}, None).of("t", torch.int8)
+
+
+def test_rules_that_fit_no_tensor() -> None:
+    with pytest.raises(ArgumentError, match=r"concat\(\) has no parts"):
+        concat()
+    for number in (2, -3):
+        with pytest.raises(ArgumentError, match=rf"part\('w', {number}, \(1, 2\)\)"):
+            part("w", number, (1, 2))
+    for template in ("a.{l}.{l}", "a.{0}", "a.{1x}"):
+        with pytest.raises(ArgumentError, match=re.escape(repr(template))):
+            Sources(SOURCES.arrays, "place", {template: "x"}, {}, None).of("a.0.0", torch.int8)
 
 
 def test_the_first_rule_that_matches_counts() -> None:
