@@ -20,7 +20,7 @@ from shardstore import dict_utils, mapping
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Group, gathered
 from shardstore.dtensor.adoption import Adoption
-from shardstore.errors import ArgumentError, MissingKeyError
+from shardstore.errors import ArgumentError, DTypeMismatchError, MissingKeyError
 from shardstore.hf import sharing
 from shardstore.hf.blocks import Block
 from shardstore.hf.files import Names, WeightFiles, names_of
@@ -313,7 +313,12 @@ class _Loading:
         tensors = [cast(mapping.ShardedTensor, t) for t in wanted.values()]
         tensors = [t for t in tensors if t.key not in match.tied]
         arrays = {k: array_of_one_chunk(k, s.shape, s.dtype) for k, s in match.sources.items()}
-        plan = plan_reads(tensors, arrays, files.location.url, cast=self.call.cast)
+        try:
+            plan = plan_reads(tensors, arrays, files.location.url, cast=self.call.cast)
+        except DTypeMismatchError as error:
+            if error.key in match.sources:
+                _refuse_unscaled(match.sources[error.key], files, error.key)
+            raise
         for one in plan.values():
             one.regions = [
                 (HostRead if isinstance(out, Scaled) else type(region))(array, box, out)
@@ -417,6 +422,21 @@ def _memory(entry: Any) -> object:
     data = getattr(entry, "data", None)
     has_memory = isinstance(data, torch.Tensor) and data.data_ptr() and not data.is_meta
     return elements_of(cast(torch.Tensor, data)) if has_memory else object()
+
+
+def _refuse_unscaled(source: Source, files: WeightFiles, key: str) -> None:
+    """Raise an error that advises no cast if the scales of a quantised tensor lie beside it."""
+    for name in source.keys:
+        ends = (*SCALE_SUFFIXES, ".scale", ".absmax", ".SCB")
+        beside = [one + end for one in (name, name.removesuffix(".weight")) for end in ends]
+        found = next((scales for scales in beside if scales in files.arrays), None)
+        if found and files.arrays[name].dtype.startswith(("float8", "int8", "uint8")):
+            raise DTypeMismatchError(
+                f"key {key!r} is stored as {source.dtype} in {files.location.url}, and its scales "
+                f"as {found!r}: load both as they are stored, and apply the scales. dequantize= "
+                f"does so for float8 with scales {' or '.join(name + s for s in SCALE_SUFFIXES)}",
+                key=key,
+            )
 
 
 def _take_out(plan: ReadPlan, wanted: Collection[tuple[str, Box]]) -> list[RegionRead]:

@@ -407,11 +407,13 @@ class Scaled:
 
     def copy_(self, values: torch.Tensor) -> None:
         """Fill the tensor with scaled values."""
-        values, out = torch.atleast_1d(values, self._out)
+        if not values.dim():
+            self._out.copy_(values.float() * self._scales.float())
+            return
         rows = max(1, SCALED_ELEMENTS * len(values) // max(1, values.numel()))
         for start in range(0, len(values), rows):
             part = slice(start, start + rows)
             scales = self._scales.float()
             for axis, block in enumerate(self._blocks):
                 scales = scales.index_select(axis, block[part] if axis == 0 else block)
-            out[part].copy_(values[part].float() * scales)
+            self._out[part].copy_(values[part].float() * scales)

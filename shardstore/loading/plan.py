@@ -207,8 +207,8 @@ def _find_array(
     ):
         raise errors.ShapeMismatchError(
             f"Global shape mismatch for key {tensor.key!r}: stored {stored}, expected "
-            f"{tensor.global_shape} ({url}); build the model with the stored shape, or set "
-            "allow_shape_mismatch=True to cut or zero-pad",
+            f"{tensor.global_shape} ({url}); build the model with the stored shape, or give a "
+            "ShardedTensor with allow_shape_mismatch=True, which is cut or zero-padded",
             key=tensor.key,
             url=url,
         )

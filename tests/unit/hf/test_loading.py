@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -248,6 +249,15 @@ def test_shapes_must_agree(place: Path) -> None:
         hf.load({"w": torch.zeros(6, 4)}, place)
 
 
+def test_the_remedy_for_another_shape_is_one_that_can_be_given(place: Path) -> None:
+    with pytest.raises(ShapeMismatchError, match="ShardedTensor with allow_shape_mismatch=True"):
+        hf.load({"w": torch.zeros(6, 6)}, place)
+    larger = torch.ones(6, 6)
+    shard = ShardedTensor.from_rank_offsets("w", larger, allow_shape_mismatch=True)
+    hf.load({"w": shard}, place)
+    assert torch.equal(larger, torch.nn.functional.pad(W, (0, 0, 0, 2)))
+
+
 # -- quantised weights -----------------------------------------------------------------------------
 
 
@@ -303,6 +313,39 @@ def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path, suffix: str) 
         state: Any = {"s": torch.tensor(0.0, dtype=dtype)}
         hf.load(state, tmp_path)
         assert state["s"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float8_e4m3fn, "l.weight_scale_inv"),
+        (torch.float8_e5m2, "l.weight.scale"),
+        (torch.int8, "l.weight_scale"),
+        (torch.int8, "l.SCB"),
+        (torch.uint8, "l.weight.absmax"),
+    ],
+)
+def test_no_cast_is_advised_where_scales_lie_beside(
+    tmp_path: Path, dtype: torch.dtype, scale: str
+) -> None:
+    """A cast would give the values without their scales."""
+    stored = torch.ones(4, 4).to(dtype)
+    save_file(
+        {"l.weight": stored, "l.bias": stored.clone(), scale: torch.ones(4)},
+        tmp_path / "m.safetensors",
+    )
+    for key, names in (("l.weight", None), ("x", {"x": "l.weight"})):
+        with pytest.raises(
+            DTypeMismatchError, match=rf"'{key}'.*{re.escape(repr(scale))}"
+        ) as caught:
+            hf.load({key: torch.zeros(4, 4)}, tmp_path, names=names, dequantize=None)
+        assert "cast=True" not in str(caught.value)
+        assert "dequantize" in str(caught.value)
+    with pytest.raises(DTypeMismatchError, match="cast=True"):
+        hf.load({"l.bias": torch.zeros(4, 4)}, tmp_path)
+    kept = torch.zeros(4, 4, dtype=dtype)
+    hf.load({"l.weight": kept}, tmp_path, dequantize=None)
+    assert torch.equal(kept.float(), stored.float())
 
 
 def test_only_the_scales_of_the_blocks_are_read(quantised: tuple[Path, torch.Tensor]) -> None:
