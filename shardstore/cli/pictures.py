@@ -63,7 +63,7 @@ def plot(
     from shardstore.inspection.values import measure
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)
-    output = output or f"{kind.value}.svg"
+    output, damage = output or f"{kind.value}.svg", dict[str, list[str]]()
     target = opt.require_output(output)
     if not output.endswith(".svg"):
         raise opt.UsageProblem(f"pictures are SVG files: give a name such as {output}.svg")
@@ -81,6 +81,7 @@ def plot(
     with store_errors("writing", output):
         target.write_text(_svg(picture, key or ckpt.url), encoding="utf-8")
     answer(as_json, {"kind": kind.value, "key": key, "output": output}, output)
+    raise typer.Exit(opt.DAMAGE if damage else 0)
 
 
 def report(

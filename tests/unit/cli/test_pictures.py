@@ -258,6 +258,18 @@ def test_plots_are_written_as_svg(
         assert texts[0] == key[0]
 
 
+def test_a_histogram_of_a_damaged_array_is_drawn_and_exits_with_1(tmp_path: Path, cli: Cli) -> None:
+    state = {"w": torch.arange(16.0), "v": torch.ones(3)}
+    shardstore.save(shardstore.shard(state), tmp_path / "c")
+    chunk = tmp_path / "c/w/c.0"
+    chunk.write_bytes(chunk.read_bytes()[:-3])
+    for key, code in (("w", 1), ("v", 0)):
+        target = tmp_path / f"{key}.svg"
+        outcome = cli("plot", "histogram", tmp_path / "c", key, "-o", target)
+        assert (outcome.code, key in outcome.err) == (code, code == 1)
+        assert ElementTree.parse(target).getroot().tag.endswith("svg")
+
+
 def test_report_says_which_arrays_have_pictures(tmp_path: Path, cli: Cli) -> None:
     for count in (3, MAX_PICTURED + 1):
         state = {f"w{i:03}": torch.zeros(1 + i) for i in range(count)}
