@@ -28,6 +28,7 @@ class Fault(Enum):
     SLOW_DOWN = "503 SlowDown; the server sees nothing"
     ABSENT = "404 NoSuchKey; the server sees nothing"
     DENIED = "403 AccessDenied; the server sees nothing"
+    ARCHIVED = "403 InvalidObjectState; the server sees nothing"
     LOCKED = "400 InvalidRequest, as of a bucket with an object lock; the server sees nothing"
     UNKNOWN = "501 NotImplemented; the server sees nothing"
     RESET_BEFORE = "reset before the server sees anything"
@@ -441,6 +442,10 @@ _REFUSALS = {
     Fault.SLOW_DOWN: ("503 Slow Down", "Please reduce your request rate."),
     Fault.ABSENT: ("404 Not Found", "The specified key does not exist."),
     Fault.DENIED: ("403 Forbidden", "Access Denied"),
+    Fault.ARCHIVED: (
+        "403 Forbidden",
+        "The operation is not valid for the object's storage class",
+    ),
     Fault.UNKNOWN: ("501 Not Implemented", "A header you provided is not implemented"),
     Fault.LOCKED: (
         "400 Bad Request",

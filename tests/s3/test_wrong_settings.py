@@ -276,6 +276,19 @@ def test_a_refusal_to_read_says_that_nothing_may_be_there(s3_server: S3Server, b
 
 
 @pytest.mark.parametrize("client", ["tensorstore", "boto"])
+def test_an_archived_object_is_named_so(s3_server: S3Server, client: str) -> None:
+    """Such as those that a rule of the bucket has moved to Glacier."""
+    url = f"s3://{s3_server.new_bucket()}/run"
+    shardstore.save(state(1), url, storage_options=s3_server.storage_options)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        proxy.add(Fault.ARCHIVED, methods=("GET",), client=f"(?i){client}", count=None)
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        with pytest.raises(StorageError, match=r"InvalidObjectState.*archived.*restore") as caught:
+            shardstore.load_plain_tensors(url, storage_options=options)
+        assert "credentials" not in str(caught.value)
+
+
+@pytest.mark.parametrize("client", ["tensorstore", "boto"])
 def test_an_object_lock_is_named_with_the_remedy(s3_server: S3Server, client: str) -> None:
     """Such a bucket takes no object without a checksum. The remedy sends one with every object."""
     url = f"s3://{s3_server.new_bucket()}/run"

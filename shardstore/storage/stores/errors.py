@@ -149,6 +149,8 @@ _REMEDIES = {
     "IllegalLocationConstraintException": _REGION,
     "InvalidRequest": "the bucket demands more of a request: if it has an object lock, give "
     "storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}",
+    "InvalidObjectState": "the object is archived: restore it (aws s3api restore-object), and keep "
+    "checkpoints out of the bucket's rules for archives",
     "NotImplemented": "the store does not know this request or a header of it, such as "
     "If-None-Match: use a store that honours conditional writes",
     "InvalidBucketName": "the bucket's name is not valid: correct the URL",
@@ -219,7 +221,9 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
     scrub(error)
     code = code_of(error)
     name = type(error).__name__
-    text = (str(error).strip().splitlines() or [name])[0][:300].rstrip(".")
+    first, *more = str(error).strip().splitlines() or [name]
+    text = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
+    text = text[:300].rstrip(".")
     if advice:
         pass
     elif code in _REMEDIES:

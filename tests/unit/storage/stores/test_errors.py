@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 
+import botocore.session
 import pytest
+from botocore.exceptions import ParamValidationError
 
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import explained, is_refusal
@@ -68,3 +70,15 @@ def test_each_store_is_told_of_in_its_own_words(
     url: str, speaks_of_s3: bool, error: Exception
 ) -> None:
     assert ("AWS_" in str(explained("writing", url, error))) == speaks_of_s3
+
+
+def test_the_reason_of_an_error_of_several_lines_is_kept() -> None:
+    client = botocore.session.get_session().create_client(
+        "s3", region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
+    )
+    with pytest.raises(ParamValidationError) as caught:
+        client.get_object(Bucket="b b", Key="x")
+    text = str(explained("reading", "s3://b b/x", caught.value))
+    assert "Parameter validation failed: Invalid bucket name" in text
+    several = ValueError("the first line\nthe second line")
+    assert "the second line" not in str(explained("reading", "s3://b/x", several))
