@@ -14,6 +14,8 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -23,7 +25,7 @@ import torch
 from shardstore import coverage, errors, validation
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.dict_utils import Path as StatePath
-from shardstore.dict_utils import dotted, leaves, shaped_like
+from shardstore.dict_utils import dotted, shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import Adoption
@@ -242,15 +244,22 @@ def run_load(request: LoadRequest) -> Loaded:
     return loaded
 
 
+def _is_there(values: Any, path: StatePath) -> bool:
+    try:
+        reduce(getitem, path, values)
+    except (LookupError, TypeError):
+        return False
+    return True
+
+
 def _fill(given: Mapping[StatePath, torch.Tensor], loaded: StateDict) -> None:
     """Put the given tensors into a loaded state dict, with the elements of the common values that
     were loaded in their places, as far as shape, data type and memory allow."""
+    place: Any
     for path, tensor in given.items():
-        place: Any = loaded
-        # Something else is stored there, or the tensor is expanded.
-        with suppress(LookupError, TypeError, errors.ArgumentError):
-            for name in path[:-1]:
-                place = place[name]
+        # Something else is stored there, or the tensor is expanded or of inference mode.
+        with suppress(LookupError, TypeError, RuntimeError, errors.ArgumentError):
+            place = reduce(getitem, path[:-1], loaded)
             found = place[path[-1]]
             if not (isinstance(found, torch.Tensor) and dtypes.is_plain(found)):
                 continue
@@ -480,8 +489,8 @@ def _adopted(request: LoadRequest, opened: Opened) -> Opened:
             adoption.arrays = {*called(strategy.load_tensors_metadata, context)}
             if are_adopted(wanted.found):  # a tensor that is stored nowhere is a missing array
                 common = called(for_common.load_common, context)
-                held = {dotted(path) for path, _ in leaves(common)}
-                adoption.arrays |= {*map(dotted, adoption.left)} - held
+                left = (path for path in adoption.left if not _is_there(common, path))
+                adoption.arrays |= {*map(dotted, left)}
             adoption.left = {}
             wanted = StateSplit(request.sharded_state_dict, loading=True, adopt=adoption)
         shards = [shard for _, shard in wanted.shards]

@@ -30,7 +30,7 @@ from shardstore.distributed.groups import first_of
 from shardstore.dtensor.layout import ClaimedTensor, are_adopted
 from shardstore.errors import AccessPatternError, StructureError
 from shardstore.mapping import StateDict
-from shardstore.state_dict_utils import StateSplit
+from shardstore.state_dict_utils import StateSplit, is_plain
 from shardstore.storage.format import dtypes
 from shardstore.values import torch_dump
 from shardstore.values.plain import NotPlainError
@@ -67,7 +67,7 @@ class Leaf(NamedTuple):
     Attributes:
         digest: digest of the value; empty if it is not compared.
         is_array: whether it is a plain tensor that became an array.
-        values: the value alone; empty for a tensor, and for the coordinator's.
+        values: the value alone; empty for a plain tensor, and for the coordinator's.
     """
 
     digest: bytes
@@ -125,7 +125,7 @@ class PlainValues:
 
     def report(self) -> Report:
         """Return this rank's report."""
-        tensors = [path for path, value in self.leaves.items() if isinstance(value, torch.Tensor)]
+        tensors = [path for path, value in self.leaves.items() if is_plain(value)]
         return Report(
             self.has_shards,
             all(path in self.arrays for path in tensors) if tensors else None,
@@ -145,7 +145,7 @@ class PlainValues:
                 continue
             values: tuple[Any, ...] = ()
             value = self.leaves[path]
-            if not isinstance(value, torch.Tensor):
+            if not is_plain(value):
                 require_loadable(value, f"the value at {dotted(path)!r}")
                 values = (value,)
             found[path] = Leaf(digest, path in self.arrays, values)
@@ -236,7 +236,7 @@ def _walked(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def _shape(value: Any = None) -> Any:
     """Return what stands for a value, to see whether the values of ranks fit into one state dict:
     an empty dict or list fits with one that has values."""
-    return type(value)() if isinstance(value, dict | list) else "a value"
+    return {} if isinstance(value, dict) else [] if isinstance(value, list) else "a value"
 
 
 def _nested(values: Mapping[Path, Any]) -> dict[Any, Any]:

@@ -167,6 +167,27 @@ def _beside_described(rank: int, world_size: int, folder: str) -> None:
             check(plain(found["model"]["w"]), whole.tolist(), name)
 
 
+def _sparse(rank: int, world_size: int, folder: str) -> None:
+    mesh, sparse = init_device_mesh("cpu", (world_size,)), torch.eye(2).to_sparse() * (rank + 1)
+    beside: list[State] = [
+        {},
+        {"only": torch.ones(1)} if rank else {},
+        {f"own{rank}": torch.ones(1)},
+        {"w": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]), f"own{rank}": torch.ones(1)},
+    ]
+    for number, more in enumerate(beside):
+        shardstore.save({f"s{rank}": sparse, **more}, f"{folder}/{number}")
+        found: Any = shardstore.load({f"s{rank}": sparse, **zeroed(more)}, f"{folder}/{number}")
+        assert torch.equal(found[f"s{rank}"].to_dense(), sparse.to_dense())
+        del found["s0"], found["s1"]
+        check(dict_list_map_outplace(plain, found), dict_list_map_outplace(plain, more), "more")
+
+
+def test_sparse_tensors_of_ranks_come_back(tmp_path: Path) -> None:
+    """They are values, which no rank makes arrays of."""
+    run_ranks(_sparse, 2, str(tmp_path), timeout_s=60)
+
+
 def test_plain_tensors_of_ranks_come_back_beside_described_ones(tmp_path: Path) -> None:
     run_ranks(_beside_described, 2, str(tmp_path))
 
