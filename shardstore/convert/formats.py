@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -240,6 +241,9 @@ def record_of(rest: NonTensors, level: int = logging.WARNING) -> StateRecord:
         try:
             if not _is_recorded(path):
                 raise NotPlainError("a dict with tensors and other keys than texts and integers")
+            torch = sys.modules.get("torch")  # without it no value is a tensor
+            if torch is not None and isinstance(value, torch.Tensor):
+                raise NotPlainError("it is a tensor that cannot be an array")
             values[key], _ = as_text(value)
             paths[key] = path
         except NotPlainError as reason:

@@ -285,7 +285,12 @@ def test_plain_tensors_that_cannot_be_written_are_named(
     shardstore.save({"s": torch.eye(3).to_sparse(), "w": torch.ones(2)}, tmp_path / "sparse")
     convert(tmp_path / "sparse", tmp_path / "m.safetensors")
     assert same(load_file(tmp_path / "m.safetensors"), {"w": torch.ones(2)})
-    assert "1 value(s) without a JSON form are left out: s (" in caplog.text
+    assert "1 value(s) without a JSON form are left out: s (it is a tensor" in caplog.text
+    state = {"o": ShardedObject("rng", torch.ones(9), (1,), (0,)), "w": torch.ones(2)}
+    shardstore.save(state, tmp_path / "object")
+    convert(tmp_path / "object", tmp_path / "o.safetensors")
+    assert same(load_file(tmp_path / "o.safetensors"), {"w": torch.ones(2)})
+    assert "are left out: rng/shard_0_1 (it is a tensor" in caplog.text
     state = {"a": {"b": torch.ones(2)}, "x": ShardedTensor.from_rank_offsets("a.b", torch.zeros(3))}
     shardstore.save(state, tmp_path / "twice")
     with pytest.raises(KeyNameError, match=r"'a\.b'"):
