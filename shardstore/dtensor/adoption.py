@@ -48,6 +48,7 @@ class Adoption:
         arrays: keys of the plain tensors that are arrays; ``True``: all. A save takes all after its
             first DTensor.
         has_dtensors: whether there was a DTensor.
+        held: the DTensors that were described, by path.
         left: the tensors that were left as values, by path; of a save, those that an array can
             have.
     """
@@ -57,6 +58,7 @@ class Adoption:
     arrays: Container[str] | bool = False
     has_dtensors: bool = False
     left: dict[Path, torch.Tensor] = field(default_factory=dict)
+    held: dict[Path, HeldShards] = field(default_factory=dict)
     _made: dict[str, tuple[Path, Any]] = field(default_factory=dict)
 
     def __call__(self, value: Any, path: Path) -> Any:
@@ -78,7 +80,7 @@ class Adoption:
             self.left[path] = value
             return value
         if key not in self._made:
-            self._made[key] = path, self._described(key, value)
+            self._made[key] = path, self._described(path, key, value)
         other, made = self._made[key]
         if other != path:
             raise KeyNameError(
@@ -88,9 +90,10 @@ class Adoption:
             )
         return made
 
-    def _described(self, key: str, value: Any) -> Any:
+    def _described(self, path: Path, key: str, value: Any) -> Any:
         if is_dtensor(value):
-            return held_shards(key, value, self.loading)
+            held = self.held[path] = held_shards(key, value, self.loading)
+            return held
         return ClaimedTensor.from_rank_offsets(key, value)
 
 

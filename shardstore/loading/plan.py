@@ -32,7 +32,7 @@ from shardstore.mapping import (
     local_box,
 )
 from shardstore.storage.format import dtypes
-from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.movers.chunks import RegionRead
 
@@ -213,6 +213,18 @@ def _find_array(
             url=url,
         )
     return meta
+
+
+def require_fitting(
+    shards: Iterable[ShardedTensor], stored: torch.Tensor, url: str, cast: bool | Literal["warn"]
+) -> None:
+    """Raise an error unless the shards of a tensor, with data, can be filled from all of it. For
+    the errors see :func:`plan_reads`."""
+    for shard in shards:
+        shape, name = tuple(stored.shape), dtypes.zarr_name(stored.dtype)
+        _find_array({shard.key: array_of_one_chunk(shard.key, shape, name)}, shard, url, cast)
+        assert shard.data is not None
+        require_writable(shard.data, shard.key)
 
 
 def missing_key(

@@ -14,8 +14,6 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -37,15 +35,16 @@ from shardstore.dtensor.layout import (
     is_claimed,
 )
 from shardstore.loading.context import LoadContext, read_documents
-from shardstore.loading.plan import require_writable, with_destinations
+from shardstore.loading.plan import require_fitting, require_writable, with_destinations
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,
     StateDict,
+    local_box,
 )
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.state_dict_utils import StateSplit
+from shardstore.state_dict_utils import HeldShards, StateSplit, is_plain
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
@@ -67,6 +66,7 @@ Loaded: TypeAlias = StateDict | tuple[StateDict, set[str], set[str]]
 
 DOCUMENTS = ("zarr.json", CONFIG_FNAME, COMMON_STATE_NAME)
 """Documents that every rank of a load needs. One rank reads them for all."""
+_NOTHING = object()
 SHOWN = 3
 """Number of errors or findings that a text names."""
 
@@ -224,8 +224,8 @@ def run_load(request: LoadRequest) -> Loaded:
         except errors.CheckpointingException as problem:
             _name_as_dcp_does(context, problem)
             raise
-        if opened.adoption.left and are_adopted(matched.wanted.found):
-            _fill(opened.adoption.left, loaded)
+        if matched.from_common or opened.adoption.left:
+            _fill(matched, opened.adoption.left, loaded)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
@@ -244,30 +244,35 @@ def run_load(request: LoadRequest) -> Loaded:
     return loaded
 
 
-def _is_there(values: Any, path: StatePath) -> bool:
-    try:
-        reduce(getitem, path, values)
-    except (LookupError, TypeError):
-        return False
-    return True
+def _at(state: Any, path: StatePath) -> Any:
+    """Return the value at a path in dicts and lists; :data:`_NOTHING` if there is none."""
+    for name in path:
+        try:
+            state = state[name] if isinstance(state, dict | list | tuple) else _NOTHING
+        except (LookupError, TypeError):
+            return _NOTHING
+    return state
 
 
-def _fill(given: Mapping[StatePath, torch.Tensor], loaded: StateDict) -> None:
-    """Put the given tensors into a loaded state dict, with the elements of the common values that
-    were loaded in their places, as far as shape, data type and memory allow."""
-    place: Any
-    for path, tensor in given.items():
-        # Something else is stored there, or the tensor is expanded or of inference mode.
-        with suppress(LookupError, TypeError, RuntimeError, errors.ArgumentError):
-            place = reduce(getitem, path[:-1], loaded)
-            found = place[path[-1]]
-            if not (isinstance(found, torch.Tensor) and dtypes.is_plain(found)):
-                continue
-            if (found.shape, found.dtype) == (tensor.shape, tensor.dtype):
-                require_writable(tensor, dotted(path))
-                with torch.no_grad():
-                    tensor.copy_(found)
-                place[path[-1]] = tensor
+def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: StateDict) -> None:
+    """Fill the given tensors from common values that were loaded, and put them in their places:
+    DTensors with their parts; plain tensors as far as shape, data type and memory allow."""
+    for path, held in matched.from_common.items():
+        found = _at(loaded, path)
+        for shard in held.shards:
+            cast(torch.Tensor, shard.data).copy_(found[local_box(shard).slices])
+        _at(loaded, path[:-1])[path[-1]] = held.tensor
+    for path, tensor in left.items() if are_adopted(matched.wanted.found) else ():
+        found = _at(loaded, path)
+        if not isinstance(found, torch.Tensor) or not dtypes.is_plain(found):
+            continue
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            continue
+        with suppress(RuntimeError, errors.ArgumentError):  # expanded, or of inference mode
+            require_writable(tensor, dotted(path))
+            with torch.no_grad():
+                tensor.copy_(found)
+            _at(loaded, path[:-1])[path[-1]] = tensor
 
 
 def _name_as_dcp_does(context: LoadContext, error: errors.CheckpointingException) -> None:
@@ -489,7 +494,7 @@ def _adopted(request: LoadRequest, opened: Opened) -> Opened:
             adoption.arrays = {*called(strategy.load_tensors_metadata, context)}
             if are_adopted(wanted.found):  # a tensor that is stored nowhere is a missing array
                 common = called(for_common.load_common, context)
-                left = (path for path in adoption.left if not _is_there(common, path))
+                left = (path for path in adoption.left if _at(common, path) is _NOTHING)
                 adoption.arrays |= {*map(dotted, left)}
             adoption.left = {}
             wanted = StateSplit(request.sharded_state_dict, loading=True, adopt=adoption)
@@ -530,6 +535,7 @@ class Matched(NamedTuple):
         common: the stored common values.
         for_tensors, for_common: the strategies.
         missing, unexpected: the keys that do not match.
+        from_common: path -> a DTensor that is stored as a common value.
     """
 
     wanted: StateSplit
@@ -539,6 +545,7 @@ class Matched(NamedTuple):
     for_common: LoadCommonStrategy
     missing: set[str]
     unexpected: set[str]
+    from_common: Mapping[StatePath, HeldShards]
 
 
 def match_keys(request: LoadRequest, opened: Opened) -> Matched:
@@ -551,6 +558,18 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
     common = opened.common
     if common is None:
         common = called(for_common.load_common, context)
+    state, adoption = request.sharded_state_dict, opened.adoption
+    held = {at: one for at, one in adoption.held.items() if is_plain(_at(common, at))}
+    if held:
+        url, arrays = (
+            context.stored.location.url,
+            called(for_tensors.load_tensors_metadata, context),
+        )
+        held = {at: one for at, one in held.items() if dotted(at) not in arrays}
+        for at, one in held.items():
+            require_fitting(one.shards, _at(common, at), url, context.cast)
+        keys = {item.key for _, item in wanted.shards} - {*map(dotted, held)}
+        wanted = StateSplit(state, loading=True, adopt=adoption, keys=keys)
     items: ShardedStateDict = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     missing, unexpected = set[str](), set[str]()
     if request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED:
@@ -561,15 +580,14 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
         kept, missing, unexpected = validation.compare_keys(items, request.mode, requested, stored)
         if kept is not items:
             keys = {item.key for item in kept.values()}
-            state, adoption = request.sharded_state_dict, opened.adoption
             wanted = StateSplit(state, loading=True, adopt=adoption, keys=keys)
             items = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     elif any(wanted.empty) and request.validate_access_integrity:
-        held = called(for_tensors.load_tensors_metadata, context)
-        _require_nothing_below(wanted.empty, {*held} - requested, context.stored.location.url)
+        arrays = called(for_tensors.load_tensors_metadata, context)
+        _require_nothing_below(wanted.empty, {*arrays} - requested, context.stored.location.url)
     if request.device is not None:
         items = with_destinations(items, request.device)
-    return Matched(wanted, items, common, for_tensors, for_common, missing, unexpected)
+    return Matched(wanted, items, common, for_tensors, for_common, missing, unexpected, held)
 
 
 def read_matched(context: LoadContext, matched: Matched) -> StateDict:

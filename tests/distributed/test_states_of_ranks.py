@@ -20,6 +20,7 @@ import shardstore
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import dict_list_map_outplace
+from shardstore.errors import DTypeMismatchError, MissingKeyError, ShapeMismatchError
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import raised, remains
 
@@ -385,3 +386,45 @@ def test_any_states_are_saved_and_loaded_or_refused_on_every_rank(
     results = run_ranks(_any, 3, str(tmp_path), range(first, first + 60), timeout_s=280)
     assert results[0] == results[1] == results[2]
     assert results[0].count("saved") > 20
+
+
+# -- a checkpoint of one process -------------------------------------------------------------------
+
+
+def _of_one_process(rank: int, world_size: int, place: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(24.0).reshape(6, 4)
+
+    def sharded(shape: tuple[int, ...], axis: int, dtype: torch.dtype = torch.float32) -> Any:
+        return distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [Shard(axis)])
+
+    for axis in (0, 1):
+        given = {"m": {"w": sharded((6, 4), axis), "list": [sharded((3,), 0), torch.zeros(2)]}}
+        found: Any = shardstore.load({**given, "step": 0}, place)
+        assert found["m"]["w"] is given["m"]["w"]
+        assert torch.equal(given["m"]["w"].full_tensor(), whole)
+        assert found["m"]["list"][0].full_tensor().tolist() == [0, 1, 2]
+        assert given["m"]["list"][1].tolist() == [1, 1]
+        assert found["step"] == 3
+    half = sharded((6, 4), 0, torch.bfloat16)
+    found = shardstore.load({"m": {"w": half}}, place, cast=True, strict="raise_unexpected")
+    assert torch.equal(half.full_tensor(), whole.bfloat16())
+    for wrong, kind in [
+        (sharded((6, 4), 0, torch.float64), DTypeMismatchError),
+        (sharded((6, 5), 0), ShapeMismatchError),
+    ]:
+        error = raised(lambda w=wrong: shardstore.load({"m": {"w": w}}, place))  # type: ignore[misc]
+        assert isinstance(error, kind), error
+        assert "'m.w'" in str(error)
+        assert not wrong.full_tensor().any()
+    error = raised(lambda: shardstore.load({"m": {"other": sharded((6, 4), 0)}}, place))
+    assert isinstance(error, MissingKeyError)
+
+
+def test_ranks_load_their_parts_of_what_one_process_saved_whole(tmp_path: Path) -> None:
+    """Its tensors are common values."""
+    listed = [torch.arange(3.0), torch.ones(2)]
+    state = {"m": {"w": torch.arange(24.0).reshape(6, 4), "list": listed}, "step": 3}
+    shardstore.save(state, tmp_path / "c")
+    assert list(shardstore.open(tmp_path / "c")) == []
+    run_ranks(_of_one_process, 2, str(tmp_path / "c"))
