@@ -225,7 +225,8 @@ def run_load(request: LoadRequest) -> Loaded:
             _name_as_dcp_does(context, problem)
             raise
         if matched.from_common or opened.adoption.left:
-            _fill(matched, opened.adoption.left, loaded)
+            with torch.no_grad():
+                _fill(matched, opened.adoption.left, loaded)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
     if ranks.is_coordinator:
         seconds = perf_counter() - started
@@ -270,8 +271,7 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
             continue
         with suppress(RuntimeError, errors.ArgumentError):  # expanded, or of inference mode
             require_writable(tensor, dotted(path))
-            with torch.no_grad():
-                tensor.copy_(found)
+            tensor.copy_(found)
             _at(loaded, path[:-1])[path[-1]] = tensor
 
 
@@ -561,10 +561,8 @@ def match_keys(request: LoadRequest, opened: Opened) -> Matched:
     state, adoption = request.sharded_state_dict, opened.adoption
     held = {at: one for at, one in adoption.held.items() if is_plain(_at(common, at))}
     if held:
-        url, arrays = (
-            context.stored.location.url,
-            called(for_tensors.load_tensors_metadata, context),
-        )
+        url = context.stored.location.url
+        arrays = called(for_tensors.load_tensors_metadata, context)
         held = {at: one for at, one in held.items() if dotted(at) not in arrays}
         for at, one in held.items():
             require_fitting(one.shards, _at(common, at), url, context.cast)

@@ -402,6 +402,7 @@ def _of_one_process(rank: int, world_size: int, place: str) -> None:
         given = {"m": {"w": sharded((6, 4), axis), "list": [sharded((3,), 0), torch.zeros(2)]}}
         found: Any = shardstore.load({**given, "step": 0}, place)
         assert found["m"]["w"] is given["m"]["w"]
+        assert not found["m"]["w"].requires_grad
         assert torch.equal(given["m"]["w"].full_tensor(), whole)
         assert found["m"]["list"][0].full_tensor().tolist() == [0, 1, 2]
         assert given["m"]["list"][1].tolist() == [1, 1]
@@ -424,7 +425,8 @@ def _of_one_process(rank: int, world_size: int, place: str) -> None:
 def test_ranks_load_their_parts_of_what_one_process_saved_whole(tmp_path: Path) -> None:
     """Its tensors are common values."""
     listed = [torch.arange(3.0), torch.ones(2)]
-    state = {"m": {"w": torch.arange(24.0).reshape(6, 4), "list": listed}, "step": 3}
+    weight = torch.nn.Parameter(torch.arange(24.0).reshape(6, 4))
+    state = {"m": {"w": weight, "list": listed}, "step": 3}
     shardstore.save(state, tmp_path / "c")
     assert list(shardstore.open(tmp_path / "c")) == []
     run_ranks(_of_one_process, 2, str(tmp_path / "c"))

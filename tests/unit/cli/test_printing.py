@@ -119,7 +119,10 @@ def test_nothing_in_errors_is_raw(odd: Path, tmp_path: Path, cli: Cli) -> None:
 
 
 def test_warnings_of_the_library_are_lines_of_the_command(tmp_path: Path) -> None:
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), HOSTILE: torch.ones(2)}
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2)),
+        HOSTILE: torch.eye(2).to_sparse(),
+    }
     shardstore.save(state, tmp_path / "c")
     done = run_with("", "convert", tmp_path / "c", tmp_path / "m.safetensors")
     assert done.returncode == 0
