@@ -58,8 +58,13 @@ make_environment() {
 
 # install_into VENV ARGUMENT...: of pip install.
 install_into() {
+    local alone=()
+    case " $* " in
+    # An editable installation builds in the sources: one at a time.
+    *" -e "* | *" --editable "*) ! command -v flock >/dev/null || alone=(flock "$root/pyproject.toml") ;;
+    esac
     # Python compiles what is imported; compiling all of PyTorch here would take longer.
-    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
+    ${alone[@]+"${alone[@]}"} "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
         "${@:2}" </dev/null
 }
 
