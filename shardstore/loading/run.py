@@ -225,7 +225,7 @@ def run_load(request: LoadRequest) -> Loaded:
             _name_as_dcp_does(context, problem)
             raise
         if matched.from_common or opened.adoption.left:
-            with torch.no_grad():
+            with torch.inference_mode():  # which also changes the tensors that it made
                 _fill(matched, opened.adoption.left, loaded)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
     if ranks.is_coordinator:
@@ -265,11 +265,11 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
         _at(loaded, path[:-1])[path[-1]] = held.tensor
     for path, tensor in left.items() if are_adopted(matched.wanted.found) else ():
         found = _at(loaded, path)
-        if not isinstance(found, torch.Tensor) or not dtypes.is_plain(found):
-            continue
+        if not isinstance(found, torch.Tensor) or not all(map(dtypes.is_plain, (found, tensor))):
+            continue  # such as one on the meta device
         if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
             continue
-        with suppress(RuntimeError, errors.ArgumentError):  # expanded, or of inference mode
+        with suppress(errors.ArgumentError):  # expanded
             require_writable(tensor, dotted(path))
             tensor.copy_(found)
             _at(loaded, path[:-1])[path[-1]] = tensor

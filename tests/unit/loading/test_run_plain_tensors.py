@@ -48,6 +48,21 @@ def test_what_does_not_fit_a_common_value_is_left_and_the_stored_one_returned(
         assert found["w"].tolist() == [1, 1]
 
 
+def test_tensors_on_the_meta_device_are_replaced_by_new_ones(place: Path) -> None:
+    with torch.device("meta"):
+        given = {"w": torch.nn.Parameter(torch.empty(2)), "inner": [torch.zeros(3).long()]}
+    found: Any = shardstore.load(given, place)
+    assert found["w"].tolist() == [1, 1]
+    assert found["inner"][0].tolist() == [0, 1, 2]
+
+
+def test_tensors_of_inference_mode_are_filled(place: Path) -> None:
+    with torch.inference_mode():
+        given = torch.zeros(2)
+    found: Any = shardstore.load({"w": given}, place)
+    assert given.tolist() == found["w"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("new", [torch.zeros(2), torch.zeros(2).to_sparse()])
 def test_a_tensor_that_is_stored_nowhere_is_missing(place: Path, new: torch.Tensor) -> None:
     given = {"w": torch.zeros(2), "inner": {"new": new}}
