@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -263,6 +264,7 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
         for shard in held.shards:
             cast(torch.Tensor, shard.data).copy_(found[local_box(shard).slices])
         _at(loaded, path[:-1])[path[-1]] = held.tensor
+    filled: list[tuple[StatePath, torch.Tensor, torch.Tensor]] = []
     for path, tensor in left.items() if are_adopted(matched.wanted.found) else ():
         found = _at(loaded, path)
         if not isinstance(found, torch.Tensor) or not all(map(dtypes.is_plain, (found, tensor))):
@@ -271,8 +273,18 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
             continue
         with suppress(errors.ArgumentError):  # expanded
             require_writable(tensor, dotted(path))
-            tensor.copy_(found)
+            filled.append((path, tensor.copy_(found), found))
+    uses = Counter(tensor.untyped_storage().data_ptr() for _, tensor, _ in filled)
+    for path, tensor, found in filled:
+        # One tensor may be given for several values, of which it has the last one.
+        if uses[tensor.untyped_storage().data_ptr()] == 1 or _is_same(tensor, found):
             _at(loaded, path[:-1])[path[-1]] = tensor
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with suppress(errors.DTypeMismatchError):  # of a type that no array has
+        return dtypes.as_numpy(one.cpu()).tobytes() == dtypes.as_numpy(other.cpu()).tobytes()
+    return False
 
 
 def _name_as_dcp_does(context: LoadContext, error: errors.CheckpointingException) -> None:

@@ -56,6 +56,21 @@ def test_tensors_on_the_meta_device_are_replaced_by_new_ones(place: Path) -> Non
     assert found["inner"][0].tolist() == [0, 1, 2]
 
 
+def test_given_tensors_that_share_memory_do_not_change_what_was_loaded(tmp_path: Path) -> None:
+    """Tied weights are filled; one placeholder for several values is not one value for all."""
+    first, second = torch.tensor([1.0, float("nan")]), torch.full((2,), 2.0)
+    shardstore.save({"a": first, "b": second, "c": second.clone()}, tmp_path / "c")
+    one = torch.zeros(2)
+    found: Any = shardstore.load({"a": one, "b": one}, tmp_path / "c")
+    assert found["a"].tolist()[0] == 1
+    assert found["b"].tolist() == [2, 2]
+    flat = torch.zeros(4)
+    tied = {"a": flat[:2], "b": flat[2:], "c": flat[2:]}
+    found = shardstore.load(tied, tmp_path / "c")
+    assert flat.tolist()[2:] == [2, 2]
+    assert all(found[key].data_ptr() == tied[key].data_ptr() for key in tied)
+
+
 def test_tensors_of_inference_mode_are_filled(place: Path) -> None:
     with torch.inference_mode():
         given = torch.zeros(2)
