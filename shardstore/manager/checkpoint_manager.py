@@ -25,6 +25,7 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import first_of, group_rank
 from shardstore.hf.writing import ExportKeywords
 from shardstore.inspection.verify import Finding, verify
+from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.loading.run import SHOWN, causes
 from shardstore.manager.schedule import SIGNALS, Answer, Notices, Schedule, Vote, forget_signals
 from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
@@ -350,7 +351,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 on every rank.
             CheckpointingException: as :func:`shardstore.save`.
         """
-        prepared = self._prepare(step, metrics, options)
+        prepared = self._prepare(step, state, metrics, options)
         about, given = prepared.about, prepared.arguments
         request = save_request(
             "save",
@@ -392,7 +393,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             ValueError, TypeError, CheckpointingException: see :meth:`save`. The handle raises
                 errors of the background.
         """
-        prepared = self._prepare(step, metrics, options)
+        prepared = self._prepare(step, state, metrics, options)
         about = prepared.about
         with ExitStack() as stack:
             stack.enter_context(self._steps.using(prepared.used))
@@ -422,7 +423,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return handle
 
     def _prepare(
-        self, step: int, metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
+        self,
+        step: int,
+        state: ShardedStateDict,
+        metrics: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
     ) -> _Prepared:
         given = dict(options)
         prepared = _Prepared(self._steps.place(0), StepInfo(0), given)
@@ -436,7 +441,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             prepared.used = {n for n in map(self._steps.step_of, names) if n is not None}
             if number in self._steps.damaged:
                 given["overwrite"] = True
-            content = given.get("content_metadata") or {}
+            of_state = state.get(CONTENT_METADATA_KEY) if isinstance(state, dict) else None
+            content = given.get("content_metadata") or of_state or {}
             if self._is_first and isinstance(content, dict):  # else save() raises the error
                 saved = self._steps.time_of_save()
                 prepared.about = StepInfo(number, True, _metrics_of(metrics), saved=saved)

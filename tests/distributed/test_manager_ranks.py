@@ -250,6 +250,20 @@ def all_ranks_go_back_together(rank: int, world_size: int, folder: Path) -> None
     check(state, rank, 22)
 
 
+def content_metadata_of_the_state_is_kept(rank: int, world_size: int, folder: Path) -> None:
+    """The mark of the step replaced it."""
+    manager = CheckpointManager(folder)
+    state = {**state_of(rank, world_size, 1), "content_metadata": {"kind": "model"}}
+    manager.save(1, state, metrics={"loss": rank})
+    manager.async_save(2, state, metrics={"loss": rank}).result(60)
+    manager.wait()
+    for step in (1, 2):
+        found = shardstore.load_content_metadata(manager.url(step))
+        assert found is not None
+        assert found.pop("kind") == "model"
+        assert len(found) == 1
+
+
 SCENARIOS = scenarios_of(globals())
 
 
