@@ -43,6 +43,7 @@ from shardstore.storage.format.names import COMMITS, is_inside
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
+from shardstore.strategies.async_utils import latest_save
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ def save(
     """Write a model as ``model.safetensors``, or as several files with an index, as transformers
     does; completely or not at all.
 
-    Every rank calls it with its own part and waits for all others twice. Each byte is written once,
+    Every rank calls it with its own part and waits for all others twice, and for an asynchronous
+    save to the same place before it. Each byte is written once,
     by a rank that holds it; replicas divide the writing. On a disk each rank writes its memory to
     its place in the files. In an S3 bucket each file is one multipart upload, whose parts the ranks
     write. In other stores, one rank writes each file.
@@ -437,6 +439,9 @@ class _Beginning:
         """Check the arguments, and return this rank's tensors with their names in the files."""
         given, target = self.arguments, self.arguments.target()
         target.require_shared(self.ranks.world_size)
+        for url, wait in latest_save:
+            if url == target.url:
+                wait()
         if self.ranks.is_coordinator:
             self.documents = given.documents()
         self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)

@@ -241,6 +241,21 @@ def test_lost_answers_and_busy_stores_do_not_hinder(s3_server: S3Server, fault: 
             assert version_of(place) == 1
 
 
+def test_an_export_waits_for_an_asynchronous_one_to_the_same_place(s3_server: S3Server) -> None:
+    """Else the older weights would be committed last, or its uploads be taken for those of an
+    export that died."""
+    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        proxy.add(Fault.DELAY, methods=("PUT",), path="partNumber", delay_s=0.5, count=None)
+        state = {"w": torch.ones(10)}
+        handle = hf.async_save(state, place.url, storage_options=options)
+        export(place.url, 2, options)
+        assert handle.done()
+        assert handle.exception() is None
+    assert version_of(place) == 2
+
+
 def test_a_full_disk_leaves_the_old_model(tmp_path: Path) -> None:
     export(str(tmp_path / "m"), 1)
     with pytest.raises(CheckpointingException, match="m"), files_at_most(50):
