@@ -543,13 +543,18 @@ def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
 
 def _plain_tensors(checkpoint: OpenCheckpoint) -> list[ShardedTensor]:
     """Return the tensors among the common values of a checkpoint."""
+    text = "%s: tensors among the common values are left out: %s"
     try:
-        return [*opened.plain_tensors(checkpoint.common).values()]
+        common = checkpoint.common
     except errors.UnsafeObjectError as error:
-        logger.warning(
-            "%s: tensors among the common values are left out: %s", checkpoint.url, error
-        )
+        logger.warning(text, checkpoint.url, error)
         return []
+    found = opened.plain_tensors(common)
+    tensors = [path for path, value in leaves(common) if isinstance(value, torch.Tensor)]
+    if sparse := [dotted(path) for path in tensors if path not in found]:
+        what = f"{len(sparse)} not dense, or inside of a tuple, such as {', '.join(sparse[:8])}"
+        logger.warning(text, checkpoint.url, what)
+    return [*found.values()]
 
 
 def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tensor:

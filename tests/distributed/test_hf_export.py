@@ -37,7 +37,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import raised, remains
+from tests.helpers.scenarios import logged, raised, remains
 
 State = dict[str, Any]
 
@@ -197,11 +197,16 @@ def test_a_step_of_a_manager_is_exported(tmp_path: Path) -> None:
 def _export_plain(rank: int, world_size: int, folder: str) -> None:
     tied, rows = torch.arange(6.0), torch.full((2, 3), float(rank))
     state = {"wte": tied, "head": tied, "norm": {"mean": torch.tensor(2.0)}, "rng": (tied,), "n": 3}
+    state["few"] = tied.to_sparse()
     shard = ShardedTensor.from_rank_offsets("model.rows", rows, (0, rank, world_size))
     shardstore.save({"model": state}, f"{folder}/plain")
     shardstore.save({"model": {**state, "rows": shard}}, f"{folder}/both")
     for name in ("plain", "both"):
-        hf.export(f"{folder}/{name}", f"{folder}/{name}-model", names=model_names)
+        with logged() as texts:
+            hf.export(f"{folder}/{name}", f"{folder}/{name}-model", names=model_names)
+        # Those that no file can hold are named.
+        named = "2 not dense, or inside of a tuple, such as model.rng.0, model.few"
+        assert [named in text for text in texts] == [True] * (rank == 0), texts
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
