@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.errors import NotACheckpointError, StorageError
+from shardstore import hf
+from shardstore.errors import ArgumentError, NotACheckpointError, StorageError
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.stores import remote
 from shardstore.storage.stores.location import Location
@@ -36,6 +37,10 @@ def save(server: S3Server, url: str) -> None:
 
 def load(server: S3Server, url: str) -> None:
     shardstore.load({}, url, storage_options=server.storage_options)
+
+
+def save_model(server: S3Server, url: str) -> None:
+    hf.save({"w": torch.ones(2)}, url, storage_options=server.storage_options)
 
 
 def load_array(server: S3Server, url: str) -> None:
@@ -319,6 +324,19 @@ def test_a_store_that_refuses_conditions_is_named(s3_server: S3Server, client: s
 @pytest.mark.parametrize("end", ["//", "/?region=x", "#x"])
 def test_an_endpoint_with_more_than_a_host_and_a_path(s3_server: S3Server, end: str) -> None:
     refused(s3_server.at(f"{s3_server.endpoint_url}{end}"), "s3://bucket/run/x", "endpoint_url has")
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_an_endpoint_that_ends_with_the_bucket(s3_server: S3Server, end: str) -> None:
+    """As the consoles of some stores show it. Objects would be below BUCKET/BUCKET, if anywhere."""
+    bucket = s3_server.new_bucket()
+    wrong = s3_server.at(f"{s3_server.endpoint_url}/{bucket}{end}")
+    for work in (save, load, load_array, save_model):
+        with pytest.raises(
+            ArgumentError, match=rf"ends with the bucket.* {s3_server.endpoint_url}$"
+        ):
+            work(wrong, f"s3://{bucket}/x")
+    assert Location.of(f"s3://{bucket}", s3_server.storage_options).remote.listing() == []
 
 
 PROGRAM = """

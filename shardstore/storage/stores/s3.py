@@ -227,14 +227,18 @@ async def settings(fs: Any, url: str) -> S3Settings:
             keep_quiet_about({}, *found)
     except Exception as error:  # of botocore, of the program, or of the operating system
         raise explained("finding region and credentials of", url, error, SETTINGS) from error
-    if wrong := wrong_endpoint(client.meta.endpoint_url):  # that of a profile
+    endpoint, style = client.meta.endpoint_url, client.meta.config.s3 or {}
+    if wrong := wrong_endpoint(endpoint):  # that of a profile
         raise ArgumentError(f"{url}: endpoint_url of the profile {wrong}")
+    if urlsplit(endpoint).path.rstrip("/").endswith(bucket := "/" + url.split("/")[2]):
+        server = endpoint.rstrip("/").removesuffix(bucket)
+        text = f"endpoint_url {endpoint} ends with the bucket, which the URL names: give {server}"
+        raise ArgumentError(f"{url}: {text}")
     region = client.meta.region_name
     names = ("access key", "secret key", "session token", "region")
     for name, value in zip(names, (*(found or ("", "", "")), region), strict=True):
         if value and not value.isprintable():
             raise StorageError(f"{url}: the {name} {_NOT_PLAIN}", url=url)
-    endpoint, style = client.meta.endpoint_url, client.meta.config.s3 or {}
     return S3Settings(
         region=region if region and not region.startswith("aws-") else "us-east-1",
         endpoint=endpoint.rstrip("/"),
