@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from testing.s3_proxy import Fault, FaultProxy, Head, Rule
+from testing.s3_proxy import Fault, FaultProxy, Passed, Rule
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.link")
 
@@ -24,8 +24,8 @@ class Kills(Rule):
 
     pid: int = 0
 
-    def takes(self, head: Head) -> bool:
-        if is_taken := super().takes(head):
+    def takes(self, request: Passed) -> bool:
+        if is_taken := super().takes(request):
             os.kill(self.pid, signal.SIGKILL)
         return is_taken
 
