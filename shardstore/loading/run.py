@@ -53,6 +53,7 @@ from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, requi
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
+from shardstore.strategies.async_utils import latest_save
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
 from shardstore.values.torch_values import require_loadable
 
@@ -211,6 +212,9 @@ def run_load(request: LoadRequest) -> Loaded:
     except errors.ArgumentError as problem:  # every rank raises it
         location = LocalFolder(shown(request.checkpoint_dir))
         request.error = request.error or problem
+    for url, wait in latest_save:
+        if url == location.url:
+            wait()
     what = f"loading {location.url}"
     with metered("load", location.url, callback) as meter, collector_paused():
         opened = open_checkpoint(request, location, meter)

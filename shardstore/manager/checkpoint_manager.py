@@ -482,10 +482,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     ) -> Restored | None:
         """Load the newest undamaged step, see :meth:`latest`.
 
-        Every rank calls it and waits for all others. Every loaded byte is verified. If verification
-        fails on any rank, all ranks log a warning that names the damage, and load the step before.
-        Until the call returns, and after an error, the given tensors may hold a part of a damaged
-        step.
+        Every rank calls it and waits for all others, and for the last :meth:`async_save`. Every
+        loaded byte is verified. If verification fails on any rank, all ranks log a warning that
+        names the damage, and load the step before. Until the call returns, and after an error, the
+        given tensors may hold a part of a damaged step.
 
         Args:
             state: see :func:`shardstore.load`.
@@ -511,6 +511,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 to an earlier step; a shape mismatch or a store that fails does not.
         """
         self._open()
+        if self._handle is not None:
+            self._handle.wait()  # its step may be the newest
         steps, ranks, what = self._steps, Ranks.of(self._group), f"restoring from {self.root.url}"
         error: BaseException | None = None
         callback: ProgressCallback | None = None

@@ -27,8 +27,8 @@ from shardstore.storage.runtime.parallel import start_thread
 T = TypeVar("T")
 
 latest_save: deque[tuple[str, Callable[[], object]]] = deque(maxlen=1)
-"""URL of the latest asynchronous save of this process, and what waits for its end. Other saves to
-this URL wait for it, so that an older state is not committed after a newer one."""
+"""URL of the latest asynchronous save of this process, and what waits for its end. Other saves and
+loads of this URL wait for it, so that no older state is committed last, and none is loaded."""
 
 _QUEUES = (
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",

@@ -297,6 +297,28 @@ def a_save_to_the_same_place_waits_for_it(rank: int, world_size: int, folder: Pa
     assert shardstore.load_common_state_dict(folder / "c")["step"] == 8
 
 
+def loads_of_the_same_place_wait_for_it(rank: int, world_size: int, folder: Path) -> None:
+    """Else they would return the older state, and a manager would restore an older step."""
+    manager = shardstore.CheckpointManager(folder, prefix="c")
+    for step, number in ((0, 1), (1, 1)):  # the second one replaces the first
+        gated = Gated()
+        state, tensors = state_of(rank, world_size)
+        state["step"] = step
+        handle = manager.async_save(number, state, sharded_strategy=gated, overwrite=True)
+        spoil(tensors)
+        threading.Timer(0.5, gated.gate.set).start()
+        if step:
+            wanted, _ = state_of(rank, world_size)
+            assert shardstore.load(wanted, folder / "c1")["step"] == 1
+        else:
+            restored = manager.restore(state_of(rank, world_size)[0])
+            assert restored is not None
+            assert (restored.step, restored.state["step"]) == (1, 0)
+        assert handle.done()
+        assert handle.exception() is None
+    manager.wait()
+
+
 def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:
     gated = Gated()
     handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", gated)
