@@ -464,9 +464,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return replace(ranks, deadline_s=min(ranks.deadline_s, left))
 
     def _served(self) -> None:
-        """Forget the notices that arrived before a save ended."""
+        """Forget the notice that :meth:`should_save` told: a save served it."""
         self._ends = None
-        self._notices.clear()
+        if self.notice is not None:
+            self._notices.clear(self.notice)
 
     # -- restoring -----------------------------------------------------------------------------
 

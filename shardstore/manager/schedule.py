@@ -124,8 +124,7 @@ class Notices:
     """
 
     def __init__(self, signals: Iterable[int] = ()) -> None:
-        self.pending: str | None = None
-        self._when = 0.0
+        self._when: dict[str, float] = {}  # by notice
         try:
             for number in signals:
                 before = signal.getsignal(number)
@@ -145,18 +144,23 @@ class Notices:
             ) from error
 
     def add(self, notice: str) -> None:
-        """Receive a notice. A later one is dropped until :meth:`clear`."""
-        if self.pending is None:
-            self._when, self.pending = monotonic(), notice
+        """Receive a notice. The same one again is dropped until :meth:`clear`."""
+        self._when.setdefault(notice, monotonic())
+
+    @property
+    def pending(self) -> str | None:
+        """The oldest notice, if any."""
+        return next(iter([*self._when]), None)  # of a copy, because a signal may come meanwhile
 
     @property
     def age_s(self) -> float:
-        """Seconds since the notice was received."""
-        return monotonic() - self._when if self.pending is not None else 0.0
+        """Seconds since the oldest notice was received."""
+        now = monotonic()
+        return now - min([*self._when.values()], default=now)
 
-    def clear(self) -> None:
-        """Forget the notice, because a save served it."""
-        self.pending = None
+    def clear(self, notice: str) -> None:
+        """Forget a notice, because a save served it."""
+        self._when.pop(notice, None)
 
     def close(self) -> None:
         """Give the signals back to their earlier handlers, unless another manager waits for them.

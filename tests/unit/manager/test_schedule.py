@@ -152,6 +152,28 @@ def test_a_signal_asks_for_one_save_until_a_save_ended(tmp_path: Path) -> None:
     assert RECEIVED == [signal.SIGUSR1]
 
 
+@pytest.mark.parametrize("name", ["save", "async_save"])
+def test_a_signal_during_a_save_is_told_at_the_next_step(tmp_path: Path, name: str) -> None:
+    def progress(_: Progress) -> None:
+        if not sent:
+            sent.append(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    sent: list[int] = []
+    with CheckpointManager(tmp_path, every=5, save_on_signal=True, grace_s=60) as manager:
+        assert manager.should_save(5)
+        if name == "save":
+            manager.save(5, state_of(5), progress=progress)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+            manager.async_save(5, state_of(5))
+        assert manager.should_save(6)
+        assert manager.notice == "SIGTERM"
+        manager.save(6, state_of(6))
+        assert not manager.should_save(7)
+        assert manager.notice is None
+
+
 def test_a_signal_is_never_lost_to_a_manager_that_is_gone(tmp_path: Path) -> None:
     first = CheckpointManager(tmp_path / "1", save_on_signal=True)
     second = CheckpointManager(tmp_path / "2", save_on_signal=[signal.SIGTERM])
