@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from shardstore.storage.stores.location import Location
 SEAM = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 BESIDE = "huggingface"
 """Folder in a checkpoint with the model's configuration and its tokenizer."""
+STATE = "optimizer.state."
+"""Beginning of the keys of the optimizer's state, before the names of parameters."""
 
 
 def install(storage_options: Mapping[str, Any] | None = None) -> None:
@@ -117,8 +120,9 @@ class _Manager(_Verl):  # type: ignore[misc]
     ) -> None:
         """Load the parts that ``checkpoint_load_contents`` names from a folder or URL.
 
-        A rank that the saved run did not have keeps its random state. Every rank calls it; nothing
-        is deleted.
+        A rank that the saved run did not have keeps its random state. A parameter that the saved
+        run's optimizer had no state for, because it never had a gradient, gets none. Every rank
+        calls it; nothing is deleted.
 
         Raises:
             CheckpointingException: see :func:`shardstore.load`.
@@ -126,12 +130,22 @@ class _Manager(_Verl):  # type: ignore[misc]
         if local_path is None:
             return
         wanted = self._state(self.checkpoint_load_contents)
-        loaded: Any = shardstore.load(wanted, local_path, storage_options=self.storage_options)
+        load: Any = partial(
+            shardstore.load, wanted, local_path, storage_options=self.storage_options
+        )
+        loaded, _, absent = load(strict="return_unexpected")
+        trained = loaded.get("optimizer", {}).get("state", {})
+        for key in absent:
+            parameter = key.removeprefix(STATE).rpartition(".")[0]
+            if not trained or parameter in trained or not key.startswith(STATE):
+                load()  # raises the error
         if "model" in wanted:
             strict = of_torch.StateDictOptions(strict=not self._is_lora_only)
             of_torch.set_model_state_dict(self.model, loaded["model"], options=strict)
         if "optimizer" in wanted:
-            of_torch.set_optimizer_state_dict(self.model, self.optimizer, loaded["optimizer"])
+            loose = of_torch.StateDictOptions(strict=False)
+            state = loaded["optimizer"]
+            of_torch.set_optimizer_state_dict(self.model, self.optimizer, state, options=loose)
         if "extra" in self.checkpoint_load_contents:
             extra = loaded.get("extra", {})
             if extra.get("lr_scheduler") is not None and self.lr_scheduler is not None:

@@ -36,6 +36,7 @@ def main() -> None:
         num_key_value_heads=2,
     )
     model = LlamaForCausalLM(config)
+    model.untrained = torch.nn.Linear(3, 2)  # without gradients, it has no state in the optimizer
     mesh = init_device_mesh("cpu", (world,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
