@@ -11,6 +11,8 @@ import io
 import logging
 import os
 import pickle
+import threading
+import weakref
 from collections import UserList
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +37,7 @@ from shardstore.loading.read import read_chunks
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
@@ -81,6 +84,36 @@ class AnyKey(dict[str, Any]):
         return BytesStorageMetadata()
 
 
+class Begun:
+    """An attempt on the coordinator, which is abandoned with this object."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.abandon = weakref.finalize(self, _abandon, attempt, os.getpid())
+
+
+def _abandon(attempt: Attempt, process: int) -> None:
+    """Abandon an attempt, unless this is a forked child of the process that began it."""
+    if os.getpid() == process:
+        attempt.abandon()
+
+
+class Current(threading.local):
+    """The save or load of a thread: DCP calls all methods for one of them in the same thread.
+
+    Attributes:
+        location: the place that DCP named.
+        begun: the attempt of a save, on the coordinator.
+        started: time when a save started.
+        rank: position of this rank's plan in a save.
+    """
+
+    location: Location | None = None
+    begun: Begun | None = None
+    started = 0.0
+    rank = 0
+
+
 class Placed:
     """The place of a checkpoint, given at construction or by DCP as ``checkpoint_id``.
 
@@ -98,16 +131,28 @@ class Placed:
         Location.of(os.curdir, storage_options)  # refuses options of another type
         self._storage_options = storage_options
         self._location = None if url is None else Location.of(url)
+        self._current = Current()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return place and options; an attempt stays in the thread that began it."""
+        return {**self.__dict__, "_location": self._named, "_current": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _current=Current())
+
+    @property
+    def _named(self) -> Location | None:
+        return self._current.location or self._location
 
     @property
     def _place(self) -> Location:
-        if self._location is None:
+        if self._named is None:
             raise CheckpointingException(
                 f"the {type(self).__name__} has no place: give it a URL, or give the save or load "
                 "of torch.distributed.checkpoint a checkpoint_id"
             )
         # The location is kept without them, because they are lost when DCP pickles it.
-        return Location.of(self._location, self._storage_options)
+        return Location.of(self._named, self._storage_options)
 
     @property
     def checkpoint_id(self) -> str:
@@ -117,7 +162,7 @@ class Placed:
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save or load. All ranks call it."""
         if checkpoint_id is not None:
-            self._location = Location.of(checkpoint_id)
+            self._current.location = Location.of(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -12,7 +12,6 @@ import io
 import itertools
 import logging
 import os
-import weakref
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,13 +27,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardstore import coverage
-from shardstore.dcp.reader import Placed
+from shardstore.dcp.reader import Begun, Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
 from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes, stored_name
 from shardstore.storage.commit import checkpoints
-from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import disk_of
 from shardstore.storage.commit.publish import Files, RootContent, publish, put_chunks
 from shardstore.storage.format import dtypes
@@ -238,13 +236,6 @@ class StorageWriter(Placed, DcpStorageWriter):
         require_bool("dcp_marker", dcp_marker)
         self._allow_pickle = allow_pickle
         self._marker = dcp_marker
-        self._begun: tuple[Attempt, weakref.finalize[Any, Any]] | None = None
-        self._started = 0.0
-        self._rank = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return place and options; an attempt stays in the process that began it."""
-        return {**self.__dict__, "_begun": None}
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the place of the checkpoint, for planners."""
@@ -257,9 +248,9 @@ class StorageWriter(Placed, DcpStorageWriter):
 
     def _give_up(self) -> None:
         """Remove the remains of a failed save, after all ranks have stopped writing."""
-        if self._begun is not None:
-            self._begun[1]()
-        self._begun = None
+        if self._current.begun is not None:
+            self._current.begun.abandon()
+        self._current.begun = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check that DCP coordinates the ranks. All ranks call it.
@@ -267,7 +258,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         Raises:
             CheckpointingException: ``use_collectives=False``.
         """
-        self._started = perf_counter()
+        self._current.started = perf_counter()
         if not kwargs.get("use_collectives", True) and group_size(None) > 1:
             raise CheckpointingException(
                 "use_collectives=False makes every rank write a separate checkpoint, so that none "
@@ -304,7 +295,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         layouts = _layouts(plans, self.options)
         self._give_up()
         attempt = checkpoints.begin(self._place, self.options)
-        self._begun = attempt, weakref.finalize(self, _abandon, attempt, os.getpid())
+        self._current.begun = Begun(attempt)
         return [
             replace(plan, storage_data=Task(rank, attempt.id, layouts))
             for rank, plan in enumerate(plans)
@@ -320,9 +311,9 @@ class StorageWriter(Placed, DcpStorageWriter):
         """
         task: Task = plan.storage_data
         attempt = checkpoints.join(self._place, task.attempt_id, self.options)
-        if self._begun is None:
+        if self._current.begun is None:
             attempt.require_seen()
-        start, self._rank = perf_counter(), task.rank
+        start, self._current.rank = perf_counter(), task.rank
         manifest, report = RankManifest(task.rank), Report()
         files = Files(attempt, manifest, self.options.budget_bytes)
         tensors, pickled = [], []
@@ -350,9 +341,9 @@ class StorageWriter(Placed, DcpStorageWriter):
             files.taken(),
             lambda: put_chunks(attempt, self.options, manifest, arrays, planned.writes),
         )
-        manifest.seconds = {"plan": start - self._started, "write": perf_counter() - start}
+        manifest.seconds = {"plan": start - self._current.started, "write": perf_counter() - start}
         report.manifest = manifest.to_bytes()
-        if self.options.durable and self._begun is None:
+        if self.options.durable and self._current.begun is None:
             attempt.flush()
         # One result for all items: only the coordinator's finish() reads them.
         future: Future[list[WriteResult]] = Future()
@@ -394,8 +385,8 @@ class StorageWriter(Placed, DcpStorageWriter):
             AccessPatternError: a value or a part of a tensor was not written exactly once.
             StorageError: the store failed; the target is unchanged.
         """
-        assert self._begun is not None  # prepare_global_plan() has set it
-        (attempt, abandon), start = self._begun, perf_counter()
+        begun, start = self._current.begun, perf_counter()
+        assert begun is not None  # prepare_global_plan() has set it
         try:
             reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
             values = _state_record(metadata, reports)
@@ -403,19 +394,19 @@ class StorageWriter(Placed, DcpStorageWriter):
             cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
             for chunk in itertools.chain.from_iterable(report.cut for report in reports):
                 cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
-            own = manifests[self._rank]
+            own = manifests[self._current.rank]
             arrays = {chunk.array.key: (chunk.array, False) for chunk in cut.values()}
             writes = [_joined(chunk) for chunk in cut.values()]
-            put_chunks(attempt, self.options, own, arrays.values(), writes)
+            put_chunks(begun.attempt, self.options, own, arrays.values(), writes)
             own.seconds["write"] += perf_counter() - start
             about = RootContent(
                 common_backend=(record.BACKEND, record.VERSION),
                 record={record.MEMBER: values.to_json()},
                 world_size=len(reports),
-                seconds=perf_counter() - self._started,
+                seconds=perf_counter() - self._current.started,
             )
-            publish(attempt, self.options, manifests, about)
-            abandon.detach()
+            publish(begun.attempt, self.options, manifests, about)
+            begun.abandon.detach()
         finally:
             # Give up a failed attempt now, because the next save to this place would wait for it.
             self._give_up()
@@ -423,9 +414,3 @@ class StorageWriter(Placed, DcpStorageWriter):
             # After the commit, because programs take a folder with it for a complete checkpoint.
             self._place.replace(DCP_METADATA_NAME, MARKER)
             self._place.forget_listings()
-
-
-def _abandon(attempt: Attempt, process: int) -> None:
-    """Abandon an attempt, unless this is a forked child of the process that began it."""
-    if os.getpid() == process:
-        attempt.abandon()
