@@ -211,6 +211,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._swept = False
         self._begin()
         self._began = monotonic()
+        self._current: int | None = None  # the step that was saved or restored last
         self._handle: AsyncSave | None = None
         self._answer = Answer(False)
         self._ends: float | None = None  # when a notice says that this process will be ended
@@ -264,7 +265,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """Return whether to save a step, by the rules given to the manager.
 
         Every rank calls it after each step, and gets the same answer. With ``every=`` alone no rank
-        waits; otherwise each call waits for all ranks, as :func:`shardstore.save` does.
+        waits; otherwise each call waits for all ranks, as :func:`shardstore.save` does, and the
+        step that was saved or restored last is not saved again.
 
         Args:
             step: number of the step, the same on every rank.
@@ -287,7 +289,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             f"asking whether to save step {step!s:.100} below {self.root.url}",
             lambda: Vote(number_of(step), is_busy, notices.pending, notices.age_s),
             lambda one: json.dumps(one).encode(),
-            lambda votes: schedule.decide(votes, ranks.members, monotonic() - self._began),
+            lambda votes: schedule.decide(
+                votes, ranks.members, monotonic() - self._began, self._current
+            ),
         )
         self._answer = Answer(*json.loads(answer))
         if self.notice is not None and schedule.grace_s is not None:
@@ -369,7 +373,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         )
         with self._steps.using(prepared.used):
             session, _ = run_save(request)
-        self._served()
+        self._served(about.step)
         self._steps.damaged.discard(about.step)
         if self._is_first:
             self._later(lambda: self._steps.note_save(self.policy, about, session.record))
@@ -406,7 +410,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             )
             used = stack.pop_all()
         self._handle = handle
-        self._served()
+        self._served(about.step)
         first = self._is_first  # the process group may be destroyed when the job runs
 
         def job() -> None:
@@ -414,6 +418,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 handle.wait()
             # Not handle.exception(), which would count as asked by the program.
             if handle._end.exception() is not None:
+                self._current = None if self._current == about.step else self._current
                 return
             self._steps.damaged.discard(about.step)
             if first:
@@ -463,9 +468,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         left = max(self._ends - monotonic(), LEAST_GRACE_S)
         return replace(ranks, deadline_s=min(ranks.deadline_s, left))
 
-    def _served(self) -> None:
-        """Forget the notice that :meth:`should_save` told: a save served it."""
-        self._ends = None
+    def _served(self, step: int) -> None:
+        """Forget the notice that :meth:`should_save` told: the save of a step served it."""
+        self._current, self._ends = step, None
         if self.notice is not None:
             self._notices.clear(self.notice)
 
@@ -555,6 +560,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 steps.damaged.add(chosen)
                 text = f"step {chosen} below {self.root.url} is damaged and is skipped: {text}"
                 steps.log("damaged", chosen, text, logging.WARNING)
+        self._current = chosen
         if discards:
             steps.discard_later(ranks, infos, chosen)
         elif ranks.is_coordinator:

@@ -84,13 +84,16 @@ class Schedule:
         """Return whether the number of a step alone says that it is saved."""
         return self.every is not None and step % self.every == 0
 
-    def decide(self, reports: list[bytes], members: Iterable[int], since_s: float) -> bytes:
+    def decide(
+        self, reports: list[bytes], members: Iterable[int], since_s: float, last: int | None = None
+    ) -> bytes:
         """Make the answer of the coordinator.
 
         Args:
             reports: a :class:`Vote` of each rank.
             members: the ranks.
             since_s: seconds since the last save began, or since the manager was made.
+            last: the step that was saved or restored last.
 
         Raises:
             ArgumentError: the ranks asked about different steps.
@@ -108,6 +111,7 @@ class Schedule:
         by_time = self.every_s is not None and since_s >= self.every_s
         idle = self.interval is not None and not any(vote.is_busy for vote in votes.values())
         saves = bool(noticed) or by_time or idle or self.falls_on(one.step)
+        saves = saves and one.step != last
         return json.dumps(Answer(saves, oldest.notice, oldest.age_s)).encode()
 
 

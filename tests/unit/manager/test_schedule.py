@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,6 +173,29 @@ def test_a_signal_during_a_save_is_told_at_the_next_step(tmp_path: Path, name: s
         manager.save(6, state_of(6))
         assert not manager.should_save(7)
         assert manager.notice is None
+
+
+@pytest.mark.parametrize("rules", [{"every": 5}, {"every_s": 1e-9}, {"interval": "continuous"}])
+def test_a_step_that_is_there_is_not_asked_for_again(tmp_path: Path, rules: Any) -> None:
+    """As by an evaluation after the save, which asks with the number of the last step."""
+    with CheckpointManager(tmp_path, save_on_signal=True, **rules) as manager:
+        assert manager.should_save(5)
+        manager.save(5, state_of(5))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not manager.should_save(5)
+        assert manager.notice == "SIGTERM"  # for the program to end
+        assert manager.should_save(6)  # if it goes on
+        handle = manager.async_save(6, {"w": torch.nn.Linear(2, 2).weight, "f": lambda: None})
+        assert handle.exception() is not None
+        manager.wait()
+        manager.request_save("spot")
+        assert manager.should_save(6)
+    with CheckpointManager(tmp_path, save_on_signal=True, **rules) as manager:
+        restored = manager.restore(state_of(0))
+        assert restored is not None
+        manager.request_save("spot")
+        assert not manager.should_save(restored.step)
+        assert manager.should_save(restored.step + 1)
 
 
 def test_a_signal_is_never_lost_to_a_manager_that_is_gone(tmp_path: Path) -> None:
