@@ -105,7 +105,7 @@ class LoadRequest:
     progress: ProgressCallback | Literal["bar"] | None = None
     mode: validation.StrictHandling = field(init=False)
     device: torch.device | None = field(init=False, default=None)
-    error: errors.ArgumentError | None = field(init=False, default=None)
+    error: Exception | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         try:
@@ -209,7 +209,7 @@ def run_load(request: LoadRequest) -> Loaded:
         location = Location.of(request.checkpoint_dir, request.storage_options)
         if request.progress is not None:
             callback = callback_of(request.progress, shows=ranks.is_coordinator)
-    except errors.ArgumentError as problem:  # every rank raises it
+    except Exception as problem:  # every rank raises it
         location = LocalFolder(shown(request.checkpoint_dir))
         request.error = request.error or problem
     for url, wait in latest_save:

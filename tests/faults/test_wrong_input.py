@@ -18,6 +18,7 @@ import zarr
 import shardstore
 from shardstore.errors import (
     AccessPatternError,
+    ArgumentError,
     CheckpointingException,
     DTypeMismatchError,
     FormatVersionError,
@@ -179,6 +180,27 @@ def places_differ(rank: int, world_size: int, folder: Path) -> None:
     state = {"w": shard("w", rank)}
     name = "elsewhere" if rank == 1 else "c"
     refused(state, folder, "rank 0", "rank 1", "/elsewhere", "/c", "same place", name=name)
+
+
+def a_rank_lost_its_working_directory(rank: int, world_size: int, folder: Path) -> None:
+    """A relative place is none then. Every rank is told, of a load too, and goes on."""
+    before, place = Path.cwd(), folder / "c"
+    shardstore.save({"w": shard("w", rank)}, place)
+    own = folder if rank != 1 else folder / "gone"
+    own.mkdir(exist_ok=True)
+    dist.barrier()
+    try:
+        os.chdir(own)
+        if rank == 1:
+            own.rmdir()
+        for call in (shardstore.load, shardstore.save):
+            error = raised(lambda call=call: call({"w": shard("w", rank)}, "c"))  # type: ignore[misc]
+            assert isinstance(error, ArgumentError if rank == 1 else RanksError), repr(error)
+            assert "'c', is relative to a working directory" in str(error), str(error)
+            assert rank == 1 or "rank 1" in str(error), str(error)
+        shardstore.load({"w": shard("w", rank)}, place)
+    finally:
+        os.chdir(before)
 
 
 def keys_can_not_be_stored(rank: int, world_size: int, folder: Path) -> None:

@@ -74,7 +74,11 @@ def url_of(place: object) -> str:
     if "://" in url and "::" in url:
         raise _wrong(place, "is a chain of URLs, which cannot hold one: give the store's URL")
     if "://" not in url:
-        url = os.path.abspath(os.path.expanduser(url))
+        try:
+            url = os.path.abspath(os.path.expanduser(url))
+        except OSError as error:
+            what = f"is relative to a working directory that is gone ({error.strerror})"
+            raise _wrong(place, f"{what}: give an absolute path") from error
     scheme, separator, path = url.rpartition("://")
     return f"{scheme}{separator}{path.rstrip('/')}" or "/"
 
