@@ -283,6 +283,14 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
         # One tensor may be given for several values, of which it has the last one.
         if uses[tensor.untyped_storage().data_ptr()] == 1 or _is_same(tensor, found):
             _at(loaded, path[:-1])[path[-1]] = tensor
+    stored = {path: _at(loaded, path) for path, tensor in left.items() if not tensor.is_meta}
+    kept = [p for p, found in stored.items() if found is not left[p] and found is not _NOTHING]
+    if kept and are_adopted(matched.wanted.found):
+        text = (
+            "%d given tensor(s) are not filled, such as %s: the stored values have another shape, "
+            "data type or layout, or the tensors share memory; the result has the stored values"
+        )
+        logger.warning(text, len(kept), [dotted(path) for path in kept[:SHOWN]])
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -48,6 +48,43 @@ def test_what_does_not_fit_a_common_value_is_left_and_the_stored_one_returned(
         assert found["w"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.zeros(3),
+        torch.zeros(2).double(),
+        torch.zeros(1).expand(2),
+        torch.zeros(2).to_sparse(),
+    ],
+)
+def test_a_given_tensor_that_is_not_filled_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: torch.Tensor
+) -> None:
+    """A program that uses the given tensors, and not the result, has their old values."""
+    place = saved(tmp_path, "common values")
+    shardstore.load({"w": given, "inner": [torch.zeros(3).long()]}, place)
+    (text,) = caplog.messages
+    assert "1 given tensor" in text
+    assert "['w']" in text
+
+
+def test_given_tensors_of_one_memory_that_cannot_hold_all_values_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shardstore.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "c")
+    one = torch.zeros(2)
+    shardstore.load({"a": one, "b": one}, tmp_path / "c")
+    assert "['a']" in caplog.text
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(2, device="meta")])
+def test_a_given_tensor_that_is_filled_or_has_no_values_is_not_named(
+    place: Path, caplog: pytest.LogCaptureFixture, given: torch.Tensor
+) -> None:
+    shardstore.load({"w": given}, place)
+    assert caplog.messages == []
+
+
 def test_tensors_on_the_meta_device_are_replaced_by_new_ones(place: Path) -> None:
     with torch.device("meta"):
         given = {"w": torch.nn.Parameter(torch.empty(2)), "inner": [torch.zeros(3).long()]}
