@@ -162,7 +162,8 @@ def convert(
         opened = WithPlainTensors(opened)
     if left_out := opened.left_out:
         shown, count = ", ".join(map(repr, left_out[:SHOWN])), len(left_out)
-        text = f"the index leaves out {count} tensor(s), which are not converted: {shown}"
+        why = "the index leaves out" if found == "safetensors" else "this version does not read"
+        text = f"{why} {count} tensor(s), which are not converted: {shown}"
         logger.warning(f"{place.url}: {text}")
     stages = _Stages(place, output, opened, built, batch_bytes, progress)
     stamps = [opened.location.stamp(name) for name in opened.roots]

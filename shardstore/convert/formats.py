@@ -262,11 +262,11 @@ class ZarrSource:
     """Checkpoints of this package, and of Megatron-Core's zarr backend."""
 
     roots = ("zarr.json", CONFIG_NAME)
-    left_out: Sequence[str] = ()
 
     def __init__(self, place: Location) -> None:
         self.location = place
         self._ckpt = opened.open(place)
+        self.left_out = sorted(self._ckpt.refused)
         if (root := self._ckpt.stored.root) is not None and not root.is_summed:
             self._ckpt.stored.check_root()
         for meta in self._ckpt.metas.values():

@@ -177,6 +177,7 @@ class _Verification:
         self.wants = matcher(self.keys)
         self.root: RootDocument | None = None
         self.root_is_damaged = False
+        self.refused = self.stored.refused = self.stored.refused or {}
         self.manifest: Manifest | None = None
         with suppress(CheckpointingException):  # _read_arrays() reports it
             _ = self.stored.root  # read before the listing, to detect a replacement between the two
@@ -208,6 +209,9 @@ class _Verification:
         if not {"zarr.json", CONFIG_NAME} & set(top):
             self.stored.require()
         arrays = self._read_arrays(top)
+        for key, error in self.refused.items():  # in Zarr of another program
+            text = f"{error}; its chunks were not verified"
+            self._report("type-unknown", f"{key}/zarr.json", text, "note", key=key)
         self._read_manifest(arrays)
         nodes = {meta.node for meta in arrays}
         jobs = self._common_jobs(top) + self._object_jobs(nodes)

@@ -516,6 +516,18 @@ def test_tensors_that_an_index_leaves_out_are_named_once(
         assert "'a'" not in text
 
 
+@pytest.mark.parametrize("target", ["c", "m.safetensors"])
+def test_arrays_of_another_program_that_nothing_reads_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    group = zarr.create_group(tmp_path / "z")
+    group.create_array("when", data=np.zeros(3, "datetime64[s]"))
+    group.create_array("w", data=np.ones(4, "f4"))
+    convert(tmp_path / "z", tmp_path / target)
+    (text,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "1 tensor(s), which are not converted: 'when'" in text
+
+
 def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "secret.safetensors").write_bytes(b"")
     folder = tmp_path / "m"

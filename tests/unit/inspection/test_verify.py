@@ -308,6 +308,17 @@ def test_an_array_that_another_program_rewrote(place: Path) -> None:
     assert one(place, "manifest-stale").severity == "note"
 
 
+def test_arrays_of_unknown_types_are_no_damage_in_zarr_of_another_program(tmp_path: Path) -> None:
+    group = zarr.create_group(tmp_path / "g")
+    group.create_array("when", data=np.zeros(3, "datetime64[s]"))
+    group.create_array("w", data=np.ones(4))
+    result, found = check(tmp_path / "g")
+    assert (result.damage, result.arrays) == (0, 1)
+    unread = next(finding for finding in found if finding.kind == "type-unknown")
+    assert unread.key == "when"
+    assert "not verified" in unread.message
+
+
 def test_compressed_arrays_are_decoded(tmp_path: Path) -> None:
     root = zarr.create_group(tmp_path / "g")
     array = root.create_array("a", shape=(50, 3), chunks=(20, 3), dtype="f4")
