@@ -202,7 +202,8 @@ class AsyncSave:
         work = partial(self._run, session, request, staged(request))
         self._end = in_background(work, daemon=True)
         self._end.add_done_callback(self._free)
-        latest_save.append((self.url, self.wait))
+        latest_save.clear()
+        latest_save[self.url] = self.wait
 
     def _run(
         self, session: Running, request: AsyncRequest, write: Callable[[], object]

@@ -48,6 +48,7 @@ from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_number
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location
+from shardstore.strategies.async_utils import latest_save
 from shardstore.validation import StrictHandling, report_keys
 
 logger = logging.getLogger(__name__)
@@ -241,6 +242,8 @@ class _Loading:
         if self.call.error is not None:
             raise self.call.error
         self.call.check()
+        if wait := latest_save.get(location.url):
+            wait()
         group = read_group(self.call.replica_group, self.call.share_replicas, location)
         return _Asked(location, group)
 

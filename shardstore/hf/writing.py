@@ -439,9 +439,8 @@ class _Beginning:
         """Check the arguments, and return this rank's tensors with their names in the files."""
         given, target = self.arguments, self.arguments.target()
         target.require_shared(self.ranks.world_size)
-        for url, wait in latest_save:
-            if url == target.url:
-                wait()
+        if wait := latest_save.get(target.url):
+            wait()
         if self.ranks.is_coordinator:
             self.documents = given.documents()
         self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)

@@ -212,9 +212,8 @@ def run_load(request: LoadRequest) -> Loaded:
     except Exception as problem:  # every rank raises it
         location = LocalFolder(shown(request.checkpoint_dir))
         request.error = request.error or problem
-    for url, wait in latest_save:
-        if url == location.url:
-            wait()
+    if wait := latest_save.get(location.url):
+        wait()
     what = f"loading {location.url}"
     with metered("load", location.url, callback) as meter, collector_paused():
         opened = open_checkpoint(request, location, meter)

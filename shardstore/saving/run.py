@@ -142,9 +142,8 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
         raise request.error
     options, ranks = request.options, request.ranks
     target = Location.of(request.checkpoint_dir, options.storage_options)
-    for url, wait in latest_save:
-        if url == target.url:
-            wait()
+    if wait := latest_save.get(target.url):
+        wait()
     base = None if options.base is None else Location.of(options.base)
     if base is not None and not base.options:
         base = Location.of(base, target.options)

@@ -26,9 +26,9 @@ from shardstore.storage.runtime.parallel import start_thread
 
 T = TypeVar("T")
 
-latest_save: deque[tuple[str, Callable[[], object]]] = deque(maxlen=1)
-"""URL of the latest asynchronous save of this process, and what waits for its end. Other saves and
-loads of this URL wait for it, so that no older state is committed last, and none is loaded."""
+latest_save: dict[str, Callable[[], object]] = {}
+"""URL of the latest asynchronous save of this process -> waits for its end. Other saves and loads
+of this URL call it, so that no older state is committed last, and none is loaded."""
 
 _QUEUES = (
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",

@@ -241,19 +241,26 @@ def test_lost_answers_and_busy_stores_do_not_hinder(s3_server: S3Server, fault: 
             assert version_of(place) == 1
 
 
-def test_an_export_waits_for_an_asynchronous_one_to_the_same_place(s3_server: S3Server) -> None:
-    """Else the older weights would be committed last, or its uploads be taken for those of an
-    export that died."""
+@pytest.mark.parametrize("loads", [False, True])
+def test_exports_and_loads_wait_for_an_asynchronous_export_to_the_same_place(
+    s3_server: S3Server, loads: bool
+) -> None:
+    """Else the older weights would be committed last or loaded, or its uploads be taken for those
+    of an export that died."""
     place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
     with FaultProxy(s3_server.endpoint_url) as proxy:
         options = s3_server.at(proxy.endpoint_url).storage_options
         proxy.add(Fault.DELAY, methods=("PUT",), path="partNumber", delay_s=0.5, count=None)
         state = {"w": torch.ones(10)}
         handle = hf.async_save(state, place.url, storage_options=options)
-        export(place.url, 2, options)
+        if loads:
+            hf.load(wanted := {"w": torch.zeros(10)}, place.url, storage_options=options)
+            assert wanted["w"].eq(1).all()
+        else:
+            export(place.url, 2, options)
+            assert version_of(place) == 2
         assert handle.done()
         assert handle.exception() is None
-    assert version_of(place) == 2
 
 
 def test_a_full_disk_leaves_the_old_model(tmp_path: Path) -> None:
