@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardstore
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies import zarr
 from testing.roads import Road, roads
+from tests.helpers.ranks_helper import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "life-of-a-save.md"
 MOST = {"save": 100, "load": 110}
@@ -32,6 +37,30 @@ def test_a_call_takes_the_steps_of_its_page(tmp_path: Path, name: str) -> None:
     assert [step for step in road.names if step in steps] == steps
     assert road.walks.total() <= 3, road.walks
     assert len(road.calls) <= MOST[name], road
+
+
+def walks_of_dtensors(rank: int, world_size: int, folder: str) -> list[int]:
+    """The walks of a save, and of loads from it and from what one process saved."""
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def state() -> dict[str, Any]:
+        parts = [distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]) for _ in range(2)]
+        return {"model": {"w": parts[0], "b": torch.ones(3)}, "opt": [{"m": parts[1]}], "n": 1}
+
+    plain = {"model": {"w": torch.ones(4, 4), "b": torch.ones(3)}, "opt": [{"m": torch.ones(4, 4)}]}
+    shardstore.save(plain, f"{folder}/plain")
+    roads = [Road(lambda: shardstore.save(state(), f"{folder}/parts"))]
+    for place in ("parts", "plain"):
+        for mode in ("assume_ok_unexpected", "return_all"):
+            roads.append(Road(partial(shardstore.load, state(), f"{folder}/{place}", strict=mode)))
+    return [road.walks.total() for road in roads]
+
+
+def test_states_of_dtensors_are_walked_few_times(tmp_path: Path) -> None:
+    """A load walks the state anew once it knows which of its tensors are arrays."""
+    for save, *loads in run_ranks(walks_of_dtensors, 2, str(tmp_path)):
+        assert save <= 3
+        assert max(loads) <= 4
 
 
 def test_functions_of_single_arrays_are_on_the_road(tmp_path: Path) -> None:
