@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
-from shardstore.hf.blocks import Block, Piece
+from shardstore.hf.blocks import BLOCK_BYTES, Block, Piece
 from shardstore.hf.files import FileLayout
 from shardstore.hf.places import Place
 from shardstore.saving.plan import LocalData, data_of, fetched
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.runtime.parallel import in_rounds
+from shardstore.storage.runtime.parallel import in_rounds, run_batched
 
 Source: TypeAlias = Callable[[Box], torch.Tensor]
 """Returns a box of a tensor, in host memory; several threads call it."""
@@ -110,9 +110,16 @@ class BlockWriter:
                     self.failure, data = self.failure or problem, []
                 self._wait(pending)
                 pending = [pool.submit(self._write_block, *one) for one in data]
-            for block in alone:
-                pending.append(pool.submit(self._write_block, block, None))
             self._wait(pending)
+
+        def write(blocks: Sequence[Block]) -> None:
+            for block in blocks:
+                self._write_block(block, None)
+
+        threads = self.place.threads
+        run_batched(
+            alone, write, threads=threads, weight=lambda one: one.size, batch_weight=BLOCK_BYTES
+        )
 
     def _memory_of(self, block: Block) -> int:
         """Return the bytes that a shared block takes on this rank: its own, and what is received

@@ -46,6 +46,8 @@ class Box(NamedTuple):
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common part; ``None`` if the boxes do not overlap."""
+        if self == other and 0 not in self.shape:
+            return self
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(e - o for o, e in zip(offset, end, strict=True))
@@ -273,6 +275,8 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not shape:
         return [Box((), ())] * (stop - start)
     shape, boxes = tuple(shape), []
+    if total and stop - start == total:
+        return [Box((0,) * len(shape), shape)]
     elements = Grid(shape, (1,) * len(shape))
     rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while start < stop:
