@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -103,6 +103,7 @@ def held_by(
     """
     arrays: list[ArrayMeta] = []
     holders: dict[str, Holders] = {}
+    whole = set[tuple[Any, ...]]()  # most tensors of a model are cut as others are
     for key, held in shards_of(reports, ranks).items():
         _, first = held[0]
         assert isinstance(first, ShardedTensor)
@@ -128,7 +129,8 @@ def held_by(
             for box in boxes_of(tensor):
                 if rank not in boxes[box]:
                     boxes[box].append(rank)
-        if fault := find_tiling_fault(list(boxes), first.global_shape):
+        cut = first.global_shape, *boxes
+        if cut not in whole and (fault := find_tiling_fault(list(boxes), first.global_shape)):
             who = sorted(rank for number in fault.shards for rank in list(boxes.values())[number])
             many = f"is in different shards of ranks {who[:16]}" if who else "is on no rank"
             raise AccessPatternError(
@@ -137,6 +139,7 @@ def held_by(
                 key=key,
                 rank=who[0] if who else None,
             )
+        whole.add(cut)
         name = stored_name(key, first.dtype, torch.strided)
         arrays.append(array_of_one_chunk(key, first.global_shape, name))
         holders[key] = boxes
@@ -163,6 +166,8 @@ def plan_blocks(
         in_order: one rank writes each file, from its beginning to its end.
     """
     load = Counter(dict.fromkeys(ranks, 0))
+    if part_bytes is None:
+        return list(_where_shards_end(layout, arrays, holders, load))
     by_file: dict[str, list[tuple[int, int, _Sweep]]] = {name: [] for name in layout.heads}
     for meta in arrays:
         name, start = layout.places[meta.key]
@@ -170,20 +175,35 @@ def plan_blocks(
         by_file[name].append((start, start + sweep.total * sweep.itemsize, sweep))
     blocks = []
     for name, tensors in by_file.items():
-        head, size = len(layout.heads[name]), layout.sizes[name]
-        if part_bytes is not None:
-            cuts = [*range(0, size, part_bytes), size]
-        else:
-            cuts = [head, *(cut for start, _, sweep in tensors for cut in sweep.cuts(start))]
+        size = layout.sizes[name]
         owner = min(ranks, key=load.__getitem__) if in_order else None
-        for begin, end in pairwise(cuts):
+        for begin, end in pairwise([*range(0, size, part_bytes), size]):
             pieces = list(_pieces(tensors, begin, end))
             while tensors and tensors[0][1] <= end:
                 tensors.pop(0)
-            block = _owned(name, begin, end, pieces, load, owner)
-            load[block.owner] += block.size
-            blocks.append(block)
+            blocks.append(_owned(name, begin, end, pieces, load, owner))
     return blocks
+
+
+def _where_shards_end(
+    layout: FileLayout,
+    arrays: Sequence[ArrayMeta],
+    holders: Mapping[str, Holders],
+    load: Counter[int],
+) -> Iterator[Block]:
+    """Yield the blocks of files that are cut where shards end. Tensors that are cut as another one
+    have its pieces."""
+    known: dict[tuple[Any, ...], list[tuple[int, int, list[tuple[Piece, list[int]]]]]] = {}
+    for meta in arrays:
+        cut = meta.shape, meta.dtype, *((box, *who) for box, who in holders[meta.key].items())
+        if cut not in known:
+            ranges = list(pairwise([0, *_Sweep(meta, holders[meta.key]).cuts()]))
+            pieces = pieces_of(meta, holders[meta.key], ranges)
+            known[cut] = [(*ends, some) for ends, some in zip(ranges, pieces, strict=True)]
+        name, start = layout.places[meta.key]
+        for begin, end, some in known[cut]:
+            own = [(piece._replace(key=meta.key), who) for piece, who in some]
+            yield _owned(name, start + begin, start + end, own, load, None)
 
 
 def pieces_of(
@@ -221,11 +241,11 @@ def _owned(
     begin: int,
     end: int,
     pieces: Sequence[tuple[Piece, list[int]]],
-    load: Mapping[int, int],
+    load: Counter[int],
     owner: int | None,
 ) -> Block:
     """Return a block, written by the rank that holds the most of it; of several, by that with the
-    least to write."""
+    least to write. Add it to what this rank writes."""
     held = Counter[int]()
     for piece, ranks in pieces:
         for rank in ranks:
@@ -240,6 +260,7 @@ def _owned(
         )
         for piece, ranks in pieces
     ]
+    load[owner] += end - begin
     return Block(name, begin, end, owner, found)
 
 
@@ -264,15 +285,15 @@ class _Sweep:
         self._active = [span for span in self._active if span[1] > first]
         return self._active
 
-    def cuts(self, start: int) -> Iterator[int]:
-        """Yield where blocks of the tensor end in its file, where it begins at ``start``."""
+    def cuts(self) -> Iterator[int]:
+        """Yield where blocks of the tensor end, in bytes from its beginning."""
         marks = {self.total}
         for _, _, box, _ in self._coming:
             marks.update(_run_bounds(self.meta.shape, box, MIN_RUN_BYTES // self.itemsize))
         step = BLOCK_BYTES // self.itemsize
         for low, high in pairwise(sorted({0, *marks})):
             for element in [*range(low + step, high, step), high]:
-                yield start + element * self.itemsize
+                yield element * self.itemsize
 
 
 def _run_bounds(shape: tuple[int, ...], box: Box, least: int) -> Iterator[int]:

@@ -470,6 +470,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
 @settings(max_examples=150, deadline=None)
 @given(
     tensors=st.lists(cuts(), min_size=1, max_size=4),
+    alike=st.integers(1, 2),
     ranks=st.integers(1, 5),
     copies=st.integers(1, 2),
     part_bytes=st.one_of(st.none(), st.integers(7, 200)),
@@ -479,6 +480,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
 )
 def test_blocks_tile_the_files_and_pieces_their_blocks(
     tensors: list[Any],
+    alike: int,
     ranks: int,
     copies: int,
     part_bytes: int | None,
@@ -489,8 +491,8 @@ def test_blocks_tile_the_files_and_pieces_their_blocks(
     members = [10 + n for n in range(ranks)]
     held: dict[int, list[ShardedTensor]] = {rank: [] for rank in members}
     dtypes = [torch.float32, torch.uint8, torch.bfloat16]
-    for number, (shape, edges) in enumerate(tensors):
-        dtype = dtypes[number % 3]
+    for number, (shape, edges) in enumerate(tensors * alike):  # cut alike, on other ranks
+        dtype = dtypes[number % len(tensors) % 3]
         for index in (
             torch.cartesian_prod(*[torch.arange(len(e) - 1) for e in edges])
             .reshape(-1, len(shape))
