@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import state_dict as of_torch
 
 import shardstore
 from shardstore.distributed.coordinator import Ranks
-from shardstore.errors import ArgumentError
+from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 
@@ -147,7 +147,10 @@ class _Manager(_Verl):  # type: ignore[misc]
             state = loaded["optimizer"]
             of_torch.set_optimizer_state_dict(self.model, self.optimizer, state, options=loose)
         if "extra" in self.checkpoint_load_contents:
-            extra = loaded.get("extra", {})
+            if "extra" not in loaded:
+                what = " was saved without the contents 'extra': leave it out of load_contents"
+                raise Location.of(local_path, self.storage_options).error(what, MissingKeyError)
+            extra = loaded["extra"]
             if extra.get("lr_scheduler") is not None and self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
             if (rng := extra.get("rng", {}).get(str(self.rank))) is not None:

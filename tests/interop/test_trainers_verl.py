@@ -93,6 +93,30 @@ def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
 
 
 @pytest.mark.long
+def test_contents_that_a_checkpoint_lacks_are_an_error(python: Path, tmp_path: Path) -> None:
+    program = (
+        "import shardstore.verl, torch, torch.distributed as dist, transformers\n"
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "model.config = transformers.PretrainedConfig()\n"
+        "model = torch.distributed.fsdp.fully_shard(model)\n"
+        "def manager(*contents):\n"
+        "    config = {'save_contents': ['model'], 'load_contents': contents}\n"
+        "    parts = model, torch.optim.AdamW(model.parameters())\n"
+        "    return shardstore.verl.FSDPCheckpointManager(*parts, checkpoint_config=config)\n"
+        f"manager('model').save_checkpoint({str(tmp_path / 'step')!r})\n"
+        "for lacks in ('optimizer', 'extra'):\n"
+        "    try:\n"
+        f"        manager('model', lacks).load_checkpoint({str(tmp_path / 'step')!r})\n"
+        "    except shardstore.errors.MissingKeyError as error:\n"
+        "        assert lacks in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError(lacks)\n"
+    )
+    subprocess.run([python, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("version", ["0.15.3", "0.19.2"])
 def test_the_functions_of_the_megatron_engine(python: Path, tmp_path: Path, version: str) -> None:
     megatron = ROOT / ".envs" / "megatron"
