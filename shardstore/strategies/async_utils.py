@@ -9,11 +9,13 @@ every rank.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sys
 import tempfile
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -23,6 +25,8 @@ from shardstore.distributed.groups import described, failures_on, group_rank, la
 from shardstore.errors import CheckpointingException, RanksError
 from shardstore.storage.movers.device import on_current_device
 from shardstore.storage.runtime.parallel import start_thread
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -197,6 +201,7 @@ class AsyncCallsQueue:
         self.persistent = persistent
         self.async_calls: deque[tuple[AsyncRequest, Future[object]]] = deque()
         self.call_idx = -1
+        weakref.finalize(self, _tell_uncommitted, self.async_calls, os.getpid())
 
     @staticmethod
     def warmup_persistent_caller(*args: object, **kwargs: object) -> None:
@@ -284,6 +289,17 @@ class AsyncCallsQueue:
         self.async_calls.clear()
         if first_error is not None:
             raise first_error
+
+
+def _tell_uncommitted(calls: Collection[tuple[AsyncRequest, object]], process: int) -> None:
+    """Log that the saves of a queue were not finalised, when it or its program ends."""
+    lost = sum(bool(request.finalize_fns) for request, _ in calls)
+    if lost and os.getpid() == process:
+        logger.error(
+            "%d asynchronous save(s) are not committed, because nobody finalised them: call "
+            "maybe_finalize_async_calls(blocking=True) or close() of the queue on every rank",
+            lost,
+        )
 
 
 class AsyncCaller:

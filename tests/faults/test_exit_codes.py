@@ -67,3 +67,28 @@ def test_the_exit_code(tmp_path: Path, mode: str) -> None:
     if CODES[mode]:
         assert "'refused' is a builtins.builtin_function" in done.stderr
         assert f"save to {tmp_path / 'c'}" in done.stderr
+
+
+QUEUE = """
+import sys, torch, shardstore
+from shardstore.strategies.async_utils import AsyncCallsQueue
+
+queue = AsyncCallsQueue()
+state = shardstore.shard({"w": torch.ones(3)})
+queue.schedule_async_request(shardstore.save(state, sys.argv[1], async_sharded_save=True))
+if sys.argv[2] == "dropped":
+    del queue
+if sys.argv[2] == "closed":
+    queue.close()
+if sys.argv[2] == "aborted":
+    queue.close(abort=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["forgotten", "dropped", "closed", "aborted"])
+def test_a_queue_whose_saves_nobody_finalised_says_so(tmp_path: Path, mode: str) -> None:
+    done = run_text(QUEUE, tmp_path / "c", mode)
+    assert done.returncode == 0, done.stderr
+    is_lost = "not committed" in done.stderr and "maybe_finalize_async_calls" in done.stderr
+    assert is_lost == (mode in ("forgotten", "dropped")), done.stderr
+    assert (tmp_path / "c").exists() == (mode == "closed")
