@@ -73,6 +73,7 @@ class _Manager(_Verl):  # type: ignore[misc]
     """
 
     storage_options: Mapping[str, Any] | None = None
+    previous_saved_paths: list[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,6 +111,8 @@ class _Manager(_Verl):  # type: ignore[misc]
             state["extra"] = {"lr_scheduler": schedule, "rng": {str(self.rank): rng}}
         shardstore.save(state, local_path, storage_options=self.storage_options, overwrite=True)
         if self.rank == 0:
+            if local_path in self.previous_saved_paths:  # else verl would delete what is there now
+                self.previous_saved_paths.remove(local_path)
             super().register_checkpoint(local_path, max_ckpt_to_keep)
 
     def load_checkpoint(

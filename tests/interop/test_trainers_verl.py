@@ -92,28 +92,48 @@ def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
     subprocess.run([python, "-c", program], check=True, timeout=120)
 
 
+MANAGER = """
+import sys, shardstore.verl, torch, torch.distributed as dist, transformers
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+model.config = transformers.PretrainedConfig()
+model = torch.distributed.fsdp.fully_shard(model)
+
+def manager(*contents):
+    config = {"save_contents": ["model"], "load_contents": contents}
+    parts = model, torch.optim.AdamW(model.parameters())
+    return shardstore.verl.FSDPCheckpointManager(*parts, checkpoint_config=config)
+
+place = sys.argv[1]
+"""
+
+
 @pytest.mark.long
 def test_contents_that_a_checkpoint_lacks_are_an_error(python: Path, tmp_path: Path) -> None:
-    program = (
-        "import shardstore.verl, torch, torch.distributed as dist, transformers\n"
-        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        "model.config = transformers.PretrainedConfig()\n"
-        "model = torch.distributed.fsdp.fully_shard(model)\n"
-        "def manager(*contents):\n"
-        "    config = {'save_contents': ['model'], 'load_contents': contents}\n"
-        "    parts = model, torch.optim.AdamW(model.parameters())\n"
-        "    return shardstore.verl.FSDPCheckpointManager(*parts, checkpoint_config=config)\n"
-        f"manager('model').save_checkpoint({str(tmp_path / 'step')!r})\n"
-        "for lacks in ('optimizer', 'extra'):\n"
-        "    try:\n"
-        f"        manager('model', lacks).load_checkpoint({str(tmp_path / 'step')!r})\n"
-        "    except shardstore.errors.MissingKeyError as error:\n"
-        "        assert lacks in str(error), error\n"
-        "    else:\n"
-        "        raise AssertionError(lacks)\n"
-    )
-    subprocess.run([python, "-c", program], check=True, timeout=120)
+    program = """
+manager("model").save_checkpoint(place)
+for lacks in ("optimizer", "extra"):
+    try:
+        manager("model", lacks).load_checkpoint(place)
+    except shardstore.errors.MissingKeyError as error:
+        assert lacks in str(error), error
+    else:
+        raise AssertionError(lacks)
+"""
+    subprocess.run([python, "-c", MANAGER + program, tmp_path / "step"], check=True, timeout=120)
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_is_saved_again_stays(python: Path, tmp_path: Path) -> None:
+    program = """
+saving = manager("model")
+for _ in range(2):
+    saving.save_checkpoint(place, max_ckpt_to_keep=1)
+saving.load_checkpoint(place)
+saving.save_checkpoint(place + "2", max_ckpt_to_keep=1)
+"""
+    subprocess.run([python, "-c", MANAGER + program, tmp_path / "step"], check=True, timeout=120)
+    assert [place.name for place in tmp_path.iterdir()] == ["step2"]
 
 
 @pytest.mark.long
