@@ -120,13 +120,14 @@ class _Message(msgspec.Struct, array_like=True):
         reports: the distinct reports.
         sent: of each rank the number of its report.
         failures: rank -> failure.
-        broken: see :class:`_Gathered`.
+        broken, steps: see :class:`_Gathered`.
     """
 
     reports: list[bytes]
     sent: list[int]
     failures: dict[int, str]
     broken: bool
+    steps: dict[str, str]
 
 
 _decode = msgspec.msgpack.Decoder(_Message).decode
@@ -134,16 +135,20 @@ _decode = msgspec.msgpack.Decoder(_Message).decode
 
 @dataclass
 class _Gathered:
-    """The reports and failures of a rank and of the ranks that report to it."""
+    """The reports and failures of a rank and of the ranks that report to it. ``broken``: a rank was
+    lost. ``steps``: kind of a step -> which rank is in which one; more than one if the program
+    calls different functions on its ranks."""
 
     reports: list[bytes] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     broken: bool = False
+    steps: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: _Gathered) -> None:
         self.reports += other.reports
         self.failures |= other.failures
         self.broken |= other.broken
+        self.steps = other.steps | self.steps
 
     def to_bytes(self, merge: Merge | None) -> bytes:
         """Return the message for the next rank: each distinct report once, and which of them each
@@ -154,14 +159,16 @@ class _Gathered:
                 reports = [merge(reports)]
         numbers: dict[bytes, int] = {}
         sent = [numbers.setdefault(report, len(numbers)) for report in reports]
-        return msgspec.msgpack.encode(_Message(list(numbers), sent, self.failures, self.broken))
+        return msgspec.msgpack.encode(
+            _Message(list(numbers), sent, self.failures, self.broken, self.steps)
+        )
 
     @classmethod
     def from_bytes(cls, message: bytes) -> _Gathered:
         """Return what :meth:`to_bytes` sent."""
         found = _decode(message)
         reports = [found.reports[number] for number in found.sent]
-        return cls(reports, found.failures, found.broken)
+        return cls(reports, found.failures, found.broken, found.steps)
 
 
 @dataclass
@@ -320,7 +327,9 @@ class Ranks:
             if error is not None:
                 raise error
             return decide([report]) or b""
-        gathered = _Gathered([report], {} if error is None else {self.rank: described(error)})
+        failures = {} if error is None else {self.rank: described(error)}
+        steps = {what.partition(" ")[0]: f"rank {self.rank} is {what}"}
+        gathered = _Gathered([report], failures, steps=steps)
         status, body = self._pass_on(gathered, what, merge, decide)
         if error is None and status != _OK:
             error = pickle.loads(body)
@@ -530,6 +539,9 @@ def _verdict(gathered: _Gathered, what: str, decide: Decide) -> Message:
     if gathered.failures:
         failure = pickle.dumps(_failure(what, gathered.failures))
         return Message(_BROKEN if gathered.broken else _ERROR, failure)
+    if len(gathered.steps) > 1:
+        text = f"the ranks call different functions: {', '.join(sorted(gathered.steps.values()))}"
+        return Message(_BROKEN, pickle.dumps(RanksError(f"{text}; every rank calls the same")))
     try:
         return Message(_OK, decide(gathered.reports) or b"")
     except Exception as problem:

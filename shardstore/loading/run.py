@@ -126,7 +126,7 @@ class LoadRequest:
                 self.device = _device(self.map_location)
             if self.replica_group is not None:
                 require_group("replica_group", self.replica_group)
-        except errors.ArgumentError as error:
+        except Exception as error:  # every rank raises it
             self.error = error
 
     @property
@@ -160,7 +160,8 @@ def was_replaced(ranks: Ranks, problem: Exception) -> bool:
     others."""
     texts: list[str] = []
     with suppress(Exception):  # a rank was lost
-        texts = [] if ranks.is_broken else causes(ranks, problem, (ReplacedError,), what="")
+        if not ranks.is_broken:
+            texts = causes(ranks, problem, (ReplacedError,), what="comparing errors of a load")
     if texts:
         logger.warning("%s; loading what is there now", problem)
     return bool(texts)

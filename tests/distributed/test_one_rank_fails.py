@@ -264,3 +264,30 @@ def load_parts_and_go_on(rank: int, world: int, root: str) -> list[str]:
 def test_all_are_told_of_parts_that_can_not_be_loaded(tmp_path: Path) -> None:
     found = run_ranks(load_parts_and_go_on, WORLD, str(tmp_path), timeout_s=280)
     assert found == [[]] * WORLD
+
+
+def call_different_functions(rank: int, world: int, root: str) -> list[str]:
+    os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
+    place, wrong = f"{root}/c", []
+    save(rank, place, False, False)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: shardstore.load(state(rank, False), place),
+        lambda: save(rank, f"{root}/other", False, False),
+        lambda: shardstore.load_plain_tensors(place, keys=["w"]),
+    )
+    for n, called in enumerate(calls):
+        for other in calls[:n] + calls[n + 1 : 2]:
+            try:
+                (called if rank == 0 else other)()
+                wrong.append("no error")
+            except RanksError as error:
+                if not all(f"rank {r} is " in str(error) for r in range(world)):
+                    wrong.append(str(error))
+            shardstore.load(state(rank, False), place)
+            save(rank, f"{root}/next-{n}-{calls.index(other)}", False, False)
+    return wrong
+
+
+def test_ranks_that_call_different_functions_are_told_so_and_can_go_on(tmp_path: Path) -> None:
+    found = run_ranks(call_different_functions, WORLD, str(tmp_path), timeout_s=60)
+    assert found == [[]] * WORLD

@@ -203,6 +203,16 @@ def a_rank_lost_its_working_directory(rank: int, world_size: int, folder: Path) 
         os.chdir(before)
 
 
+def an_argument_of_a_load_raises_an_error_of_its_own(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    shardstore.save({"w": shard("w", rank)}, folder / "c")
+    wrong: Any = {"cast": torch.ones(2)} if rank == 1 else {}  # it is neither true nor false
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        shardstore.load({"w": shard("w", rank)}, folder / "c", **wrong)
+    shardstore.load({"w": shard("w", rank)}, folder / "c")
+
+
 def keys_can_not_be_stored(rank: int, world_size: int, folder: Path) -> None:
     refused({"w": shard("", rank)}, folder, "empty key", kind=KeyNameError)
     refused({"w": shard("a\ud800", rank)}, folder, "Unicode", kind=KeyNameError)
