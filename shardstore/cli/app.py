@@ -30,6 +30,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+OPTION_OF = {"overwrite=True": "--overwrite", "target_format": "--to", "source_format": "--from"}
+"""Argument of a function, as error texts have it -> option of the commands."""
 for command in (*looking.COMMANDS, *pictures.COMMANDS, *changing.COMMANDS):
     app.command()(command)
 
@@ -71,7 +73,10 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _described(error: Exception) -> str:
     if isinstance(error, CheckpointingException):
-        return str(error)
+        text = str(error)
+        for argument, option in OPTION_OF.items():
+            text = text.replace(argument, option)
+        return text
     if hasattr(error, "format_message"):  # typer's error, whose module depends on typer's version
         path = getattr(getattr(error, "ctx", None), "command_path", "shardstore")
         return f"{error.format_message().strip().rstrip('.')}; see `{path} --help`"

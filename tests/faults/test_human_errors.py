@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,14 @@ def test_steps_below_a_checkpoint_are_found(stored: Path) -> None:
     shardstore.save(state(), stored / "step-1")
     assert shardstore.latest(stored) == str(stored / "step-1")
     assert CheckpointManager(stored).steps() == [1]
+
+
+def test_a_folder_of_steps_is_no_checkpoint_but_names_the_newest(tmp_path: Path) -> None:
+    for step in (2, 9, 10):
+        shardstore.save(state(), tmp_path / f"step-{step}")
+    for call in (shardstore.open, partial(shardstore.load, state())):
+        with pytest.raises(NotACheckpointError, match=r"are below it .*give \S*/step-10$"):
+            call(tmp_path)
 
 
 # -- state dicts and tensors -------------------------------------------------------------------

@@ -132,7 +132,9 @@ def _folder(location: Location) -> str | None:
         and all(location.exists(f"{name}/{document}") for document in ("zarr.json", CONFIG_NAME))
     ]
     if below:
-        return f"but {', '.join(below[-3:])} below it: give {location.url}/{below[-1]}"
+        below.sort(key=len)  # step-9 before step-10
+        shown = ", ".join(below[-3:])
+        return f"checkpoints are below it ({shown}): give {location.url}/{below[-1]}"
     return None
 
 

@@ -59,7 +59,9 @@ def test_only_overwrite_replaces(pristine: Path, tmp_path: Path, cli: Cli) -> No
     target = tmp_path / "t"
     assert cli("convert", GOLDEN, target).code == 0
     before = (target / "zarr.json").read_bytes()
-    assert "already exists" in cli.refused("convert", pristine, target)
+    text = cli.refused("convert", pristine, target)
+    assert "already exists" in text
+    assert "pass --overwrite to replace it" in text
     assert (target / "zarr.json").read_bytes() == before
     assert cli("convert", "--overwrite", pristine, target).code == 0
     assert cli("diff", "--no-files", pristine, target).code == 0
@@ -75,6 +77,23 @@ def test_what_the_library_has_the_command_has(pristine: Path, tmp_path: Path, cl
     outcome = cli("convert", "--no-resume", "--no-verify", "--json", pristine, tmp_path / "copy")
     assert (outcome.code, outcome.json["verified"]) == (0, False)
     assert "is not a size" in cli.refused("convert", "--file-bytes", "0", pristine, tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("model.pt",), "or give --to for"),
+        (("c", "--to", "x"), "--to='x'"),
+        (("c", "--from", "x"), "--from='x'"),
+    ],
+)
+def test_errors_name_the_options_of_the_command(
+    pristine: Path, tmp_path: Path, cli: Cli, arguments: tuple[str, ...], option: str
+) -> None:
+    target, *options = arguments
+    text = cli.refused("convert", pristine, tmp_path / target, *options)
+    assert option in text
+    assert "_format" not in text
 
 
 def test_a_damaged_source_is_not_converted(place: Path, tmp_path: Path, cli: Cli) -> None:
