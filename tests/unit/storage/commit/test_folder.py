@@ -20,8 +20,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import shardstore
 from shardstore.errors import CheckpointExistsError, StorageError
+from shardstore.mapping import ShardedTensor
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.folder import FolderAttempt, begin, leftovers
@@ -154,6 +157,20 @@ def test_foreign_files_are_kept(tmp_path: Path) -> None:
     (target / "run.yaml").write_text("a: 1")
     save(target, "one")
     assert content(target) == checkpoint("one") | {"logs/a.txt": "log", "run.yaml": "a: 1"}
+
+
+def test_the_folder_of_an_array_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    for delete in (
+        lambda: shardstore.delete_checkpoint(tmp_path / "c"),
+        lambda: shardstore.save(state, tmp_path / "c", overwrite=True),
+    ):
+        shardstore.save(state, tmp_path / "c", overwrite=True)
+        (tmp_path / "c/w/notes.txt").write_text("mine")
+        (tmp_path / "c/notes.txt").write_text("mine")
+        delete()
+        assert not (tmp_path / "c/w/notes.txt").exists()
+        assert (tmp_path / "c/notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("durable", [False, True])
