@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,9 +75,10 @@ def test_state_takes_everything_but_key_data_and_dtype_from_the_parameter() -> N
     )
     moment = torch.zeros(2, 3, dtype=torch.float64)
     made = make_sharded_optimizer_tensor(param, moment, "optimizer.state.exp_avg")
-    assert made == ShardedTensor(
+    assert made.data is moment
+    assert replace(made, data=None) == ShardedTensor(
         "optimizer.state.exp_avg.w",
-        moment,
+        None,
         torch.float64,
         (2, 3),
         (4, 3),
