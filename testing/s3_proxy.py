@@ -244,6 +244,10 @@ class FaultProxy:
     async def _stop(self) -> None:
         await self._runner.cleanup()
         await self._session.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         target = _of_a_forward_proxy(request.raw_path)
