@@ -205,7 +205,7 @@ def test_an_asynchronous_save_returns_before_they_are_written(place: str) -> Non
         assert asked.wait(LIMIT_S)
         assert not handle.done()
         with pytest.raises(NotACheckpointError):
-            shardstore.load(state(0), place)
+            shardstore.open(place)  # a load would wait for the save
     finally:
         opened.set()
     handle.result(LIMIT_S)
