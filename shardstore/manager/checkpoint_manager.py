@@ -87,9 +87,10 @@ def _without_mark(
     """
 
     def process(common: CommonStateDict) -> StateDict:
-        about = dict(common.get("content_metadata") or {})
-        about.pop(MARK, None)
-        common = {**common, "content_metadata": about}
+        about = common.get(CONTENT_METADATA_KEY) or {}
+        if isinstance(about, dict):  # else the save is refused
+            about = {name: value for name, value in about.items() if name != MARK}
+        common = {**common, CONTENT_METADATA_KEY: about}
         return preprocess(common) if preprocess is not None else common
 
     return process
@@ -446,8 +447,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             prepared.used = {n for n in map(self._steps.step_of, names) if n is not None}
             if number in self._steps.damaged:
                 given["overwrite"] = True
-            of_state = state.get(CONTENT_METADATA_KEY) if isinstance(state, dict) else None
-            content = given.get("content_metadata") or of_state or {}
+            content = given.get("content_metadata")
+            if content is None:
+                of_state = state.get(CONTENT_METADATA_KEY) if isinstance(state, dict) else None
+                content = of_state if isinstance(of_state, dict) else {}
             if self._is_first and isinstance(content, dict):  # else save() raises the error
                 saved = self._steps.time_of_save()
                 prepared.about = StepInfo(number, True, _metrics_of(metrics), saved=saved)

@@ -262,6 +262,11 @@ def content_metadata_of_the_state_is_kept(rank: int, world_size: int, folder: Pa
         assert found is not None
         assert found.pop("kind") == "model"
         assert len(found) == 1
+    # Another value leaves no place for the mark, and is refused.
+    error = raised(lambda: manager.save(3, {**state, "content_metadata": "model"}))
+    assert "content_metadata" in str(error)
+    assert "no dict" in str(error)
+    assert manager.steps() == [1, 2]
 
 
 SCENARIOS = scenarios_of(globals())
