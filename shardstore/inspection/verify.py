@@ -209,9 +209,10 @@ class _Verification:
         if not {"zarr.json", CONFIG_NAME} & set(top):
             self.stored.require()
         arrays = self._read_arrays(top)
-        for key, error in self.refused.items():  # in Zarr of another program
+        unknown: Severity = "damage" if self._is_ours else "note"  # saves write what loads read
+        for key, error in self.refused.items():
             text = f"{error}; its chunks were not verified"
-            self._report("type-unknown", f"{key}/zarr.json", text, "note", key=key)
+            self._report("type-unknown", key, text, unknown, key=key)
         self._read_manifest(arrays)
         nodes = {meta.node for meta in arrays}
         jobs = self._common_jobs(top) + self._object_jobs(nodes)
@@ -224,10 +225,8 @@ class _Verification:
         in_packs: dict[str, list[tuple[ArrayMeta, int, Place]]] = defaultdict(list)
         for array in wanted:
             if unread := codec_error(self.location, array):
-                # This package writes only codecs that it decodes.
-                severity: Severity = "damage" if self._is_ours else "note"
                 text = f"{unread}; its chunks were not verified"
-                self._report("codec-unknown", array.node, text, severity, key=array.key)
+                self._report("codec-unknown", array.node, text, unknown, key=array.key)
                 self.result.arrays -= 1
                 continue
             if array.places is not None:

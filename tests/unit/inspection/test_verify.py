@@ -319,6 +319,16 @@ def test_arrays_of_unknown_types_are_no_damage_in_zarr_of_another_program(tmp_pa
     assert "not verified" in unread.message
 
 
+def test_an_unknown_type_in_a_checkpoint_is_damage(tmp_path: Path) -> None:
+    """Also without a checksum, as in those of Megatron-Core's Zarr backend."""
+    shardstore.save(shardstore.shard({"w": torch.ones(4)}), tmp_path / "c", ("zarr", 1))
+    document = tmp_path / "c" / "w" / ".zarray"
+    document.write_text(document.read_text().replace("<f4", "<f5"))
+    result, found = check(tmp_path / "c")
+    assert result.damage == 1
+    assert [one.key for one in found if one.severity == "damage"] == ["w"]
+
+
 def test_compressed_arrays_are_decoded(tmp_path: Path) -> None:
     root = zarr.create_group(tmp_path / "g")
     array = root.create_array("a", shape=(50, 3), chunks=(20, 3), dtype="f4")
