@@ -134,7 +134,7 @@ def convert(
     found = source_format or detect(place)
     if target_format is None and output.name.endswith(TORCH_NAMES):
         text = " is named as a file of torch.save, which is not written: name a folder or a file "
-        text += "NAME.safetensors, or give target_format for a folder of this name"
+        text += "NAME.safetensors, or give target_format='shardstore' for a folder of this name"
         raise output.error(text, ArgumentError)
     by_name = "safetensors" if output.name.endswith(".safetensors") else "shardstore"
     wanted = target_format or by_name

@@ -82,7 +82,7 @@ def test_what_the_library_has_the_command_has(pristine: Path, tmp_path: Path, cl
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        (("model.pt",), "or give --to for"),
+        (("model.pt",), "or give --to='shardstore' for"),
         (("c", "--to", "x"), "--to='x'"),
         (("c", "--from", "x"), "--from='x'"),
     ],
