@@ -26,6 +26,14 @@ runs_python() {
         >/dev/null 2>&1
 }
 
+# make_venv PYTHON FOLDER: with the newest pip, if it can be had. That of Python 3.11 spends a minute
+# longer on the choice of versions.
+make_venv() {
+    "$1" -m venv --clear "$2" || return
+    "$2/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --upgrade pip \
+        </dev/null || true
+}
+
 # make_environment VENV ROOT [EXTRA]
 # Installs the shardstore of ROOT, editable, into VENV; does nothing where that is up to date.
 make_environment() {
@@ -41,7 +49,7 @@ make_environment() {
             echo "$venv cannot be made: nothing can be written there; name another folder" >&2
             return 2
         fi
-        if ! "$python" -m venv --clear "$venv"; then
+        if ! make_venv "$python" "$venv"; then
             rm -f "$venv/.shardstore-installed"
             echo "No virtual environment in $venv (Debian, Ubuntu: apt install python3-venv)" >&2
             return 1
@@ -81,8 +89,7 @@ begin_environment() {
     fi
     python=$(find_python "$2" "$3") || exit 3
     echo "${0##*/}: making $env_dir with $python"
-    rm -rf "$env_dir"
-    "$python" -m venv "$env_dir"
+    make_venv "$python" "$env_dir"
 }
 
 finish_environment() {

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(file): ast.parse(file.read_text()) for file in ROOT.rglob("*.py")}
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {name_of(file): ast.parse(file.read_text()) for file in ROOT.rglob("*.py")}
 
 
 def imports(node: ast.AST, inside_functions: bool, types: bool = False) -> Iterator[str]:
@@ -57,11 +60,11 @@ def imports(node: ast.AST, inside_functions: bool, types: bool = False) -> Itera
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
             continue
         if isinstance(child, ast.Import):
-            yield from (alias.name for alias in child.names if alias.name in MODULES)
-        elif isinstance(child, ast.ImportFrom) and child.module in MODULES:
+            yield from (alias.name for alias in child.names if alias.name in modules())
+        elif isinstance(child, ast.ImportFrom) and child.module in modules():
             for alias in child.names:
                 inner = f"{child.module}.{alias.name}"
-                yield inner if inner in MODULES else child.module
+                yield inner if inner in modules() else child.module
         yield from imports(child, inside_functions, types)
 
 
@@ -80,7 +83,7 @@ def test_no_circle_of_imports() -> None:
             for package in (other, *accumulate(other.split(".")[:-1], "{}.{}".format))
             if not f"{module}.".startswith(f"{package}.")
         }
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
     }
     # What imports nothing that is left is in no circle.
     while free := {module for module, others in arrows.items() if not others & arrows.keys()}:
@@ -92,7 +95,7 @@ def test_no_circle_of_imports() -> None:
 def test_rooms_import_only_downwards() -> None:
     upwards = [
         f"{module} imports {other}"
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         for other in sorted(set(imports(tree, True)))
         if layer(other) < layer(module)
     ]
@@ -106,7 +109,7 @@ def test_floors_of_storage_import_only_downwards() -> None:
 
     assert not [
         f"{module} imports {other}"
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         for other in sorted(set(imports(tree, True, types=True)))
         if (above := floor(module)) is not None
         and (below := floor(other)) is not None
@@ -119,7 +122,7 @@ def test_folders_and_files_are_few() -> None:
     top = folders.pop(ROOT)
     assert top <= TOP_MODULES
     assert {str(f): n for f, n in folders.items() if n > MODULES_IN_A_FOLDER} == {}
-    assert len(MODULES) <= FILES
+    assert len(modules()) <= FILES
 
 
 @pytest.mark.parametrize(
