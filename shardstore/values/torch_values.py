@@ -475,8 +475,9 @@ def _problem(values: Sequence[Any]) -> Exception | None:
     the same types."""
     try:
         for value in values:
-            is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-            if is_strided and not value.is_meta:
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise TypeError("it is on the meta device, where tensors have no values")
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 if not dtypes.is_plain(value):
                     remedy = "dequantize(), or view(torch.uint8) for types below 8 bits, may help"
                     raise TypeError(f"its elements are not plain memory ({remedy})")

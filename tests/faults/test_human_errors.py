@@ -34,6 +34,8 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.stores.location import Location
 from tests.helpers.ranks_helper import run_ranks
 
 
@@ -236,6 +238,18 @@ def test_tensors_without_plain_memory_are_refused(
     assert not (tmp_path / "place").exists()
     with pytest.raises(DTypeMismatchError, match=r"'w'.*no plain memory"):
         shardstore.async_save({"w": sharded(tensor)}, tmp_path / "place", backend).result()
+
+
+@pytest.mark.parametrize("value", [lambda t: t, lambda t: [t], lambda t: (1, t)])
+def test_a_tensor_without_values_is_refused_among_plain_values(
+    tmp_path: Path, value: Callable[[torch.Tensor], Any]
+) -> None:
+    """Offloaded parameters are such tensors; a checkpoint with them would lack the weights."""
+    state = {"n": torch.ones(2), "w": value(torch.ones(2, device="meta"))}
+    with pytest.raises(DTypeMismatchError, match=r"'w.*meta device"):
+        shardstore.save(state, tmp_path / "place")
+    assert not is_checkpoint(Location.of(tmp_path / "place"))
+
 
 
 LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
