@@ -91,7 +91,7 @@ def needing_layouts(shards: Iterable[ShardedTensor | ShardedObject]) -> list[Sha
     return found
 
 
-def merge_layouts(reports: Sequence[Report], ranks: Sequence[int]) -> Layouts:
+def merge_layouts(reports: Sequence[ShardReport], ranks: Sequence[int]) -> Layouts:
     """Merge the reports of all ranks.
 
     Args:
@@ -172,11 +172,11 @@ class RankShards(NamedTuple):
     cuts: list[tuple[Any, ...]]
 
 
-Report: TypeAlias = list[RankShards]
+ShardReport: TypeAlias = list[RankShards]
 """The shards of one rank, or of several in order."""
 
 
-def report_shards(shards: Iterable[Any]) -> Report:
+def report_shards(shards: Iterable[Any]) -> ShardReport:
     """Return a report of a rank's shards. Other values are left out."""
     keys: list[str] = []
     numbers: list[int] = []
@@ -200,7 +200,7 @@ def report_shards(shards: Iterable[Any]) -> Report:
     return [RankShards(tuple(keys), tuple(numbers), list(cuts))]
 
 
-def join_reports(reports: Iterable[Report]) -> Report:
+def join_reports(reports: Iterable[ShardReport]) -> ShardReport:
     """Join the reports of several ranks into one, which has equal parts once."""
     known: dict[Any, Any] = {}
     return [
@@ -210,13 +210,13 @@ def join_reports(reports: Iterable[Report]) -> Report:
     ]
 
 
-def keys_of(reports: Iterable[Report]) -> set[str]:
+def keys_of(reports: Iterable[ShardReport]) -> set[str]:
     """Return the keys of all shards of some reports."""
     return {key for report in reports for keys, *_ in report for key in keys}
 
 
 def shards_of(
-    reports: Iterable[Report], ranks: Sequence[int], only: Container[str] | None = None
+    reports: Iterable[ShardReport], ranks: Sequence[int], only: Container[str] | None = None
 ) -> dict[str, _Held]:
     """Return the shards of reports, without data, by key, each with the rank that holds it. If
     ``only`` is given, leave out other keys."""
@@ -252,7 +252,7 @@ def are_whole(shards: Iterable[ShardedTensor | ShardedObject]) -> bool:
     return True
 
 
-def check_reports(reports: Sequence[Report], ranks: Sequence[int]) -> None:
+def check_reports(reports: Sequence[ShardReport], ranks: Sequence[int]) -> None:
     """Check that the main replicas of all ranks cover every tensor and object exactly once.
 
     Any rank may call it; it waits for no rank. Time is nearly linear in the number of shards;
@@ -272,7 +272,7 @@ def check_reports(reports: Sequence[Report], ranks: Sequence[int]) -> None:
         _check_cover(held)
 
 
-def _samples(reports: Sequence[Report], ranks: Sequence[int]) -> Iterable[_Held]:
+def _samples(reports: Sequence[ShardReport], ranks: Sequence[int]) -> Iterable[_Held]:
     """Return the shards of one key out of each set of keys that all ranks cut in the same way."""
     known: dict[tuple[Any, ...], int] = {}
     cuts_of: dict[str, list[int]] = defaultdict(list)  # number of the cut on each rank
@@ -401,7 +401,7 @@ def digest_of(shards: Iterable[Any]) -> bytes:
     return xxhash.xxh3_128_digest("".join(sorted(descriptions)).encode())
 
 
-def check_same(reports: Sequence[Report], ranks: Sequence[int]) -> None:
+def check_same(reports: Sequence[ShardReport], ranks: Sequence[int]) -> None:
     """Check that ranks describe each tensor and object alike.
 
     Args:

@@ -65,7 +65,7 @@ def with_storage(strategy: type[Any]) -> type[Any]:
     return type(strategy.__name__, (kind, strategy), {"__doc__": strategy.__doc__})
 
 
-class _Stored(_Strategy):  # type: ignore[misc]
+class _WithStorage(_Strategy):  # type: ignore[misc]
     """What the strategies of Fabric and of the Trainer share."""
 
     def __init__(
@@ -173,7 +173,7 @@ def _states(members: Mapping[str, Any]) -> dict[str, Any]:
     return states
 
 
-class _OfFabric(_Stored):
+class _OfFabric(_WithStorage):
     """A strategy of Fabric. Every rank calls each method."""
 
     def save_checkpoint(
@@ -202,7 +202,7 @@ class _OfFabric(_Stored):
         return found
 
 
-class _OfTrainer(_Stored):
+class _OfTrainer(_WithStorage):
     """A strategy of the Trainer. Every rank calls each method."""
 
     def save_checkpoint(

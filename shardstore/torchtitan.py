@@ -45,8 +45,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base: Any = importlib.import_module(TRAINER).BaseCheckpointManager
 
-    class CheckpointManager(_Manager, base):  # type: ignore[misc]
-        __doc__ = _Manager.__doc__
+    class CheckpointManager(_TitanManager, base):  # type: ignore[misc]
+        __doc__ = _TitanManager.__doc__
 
         @dataclass(kw_only=True, slots=True)
         class Config(base.Config):  # type: ignore[misc]
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
 _Titan: Any = object  # the next class is torchtitan's
 
 
-class _Manager(_Titan):  # type: ignore[misc]
+class _TitanManager(_Titan):  # type: ignore[misc]
     """Saves and restores torchtitan's training state. Every rank makes one, with equal options, and
     calls each method; ``save`` and ``load`` wait for the other ranks.
 

@@ -54,14 +54,14 @@ def __getattr__(name: str) -> Any:
     if name != "FSDPCheckpointManager":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base: Any = importlib.import_module(SEAM).FSDPCheckpointManager
-    kind = type(name, (_Manager, base), {"__doc__": _Manager.__doc__})
+    kind = type(name, (_VerlManager, base), {"__doc__": _VerlManager.__doc__})
     return globals().setdefault(name, kind)
 
 
 _Verl: Any = object  # the next class is verl's
 
 
-class _Manager(_Verl):  # type: ignore[misc]
+class _VerlManager(_Verl):  # type: ignore[misc]
     """Saves and loads model, optimizer, schedule and random states with FSDP2. Every rank makes one
     and calls its methods.
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Source: TypeAlias = "ZarrSource | SafetensorsSource | dcp.DcpSource | WithPlainTensors"
-Target: TypeAlias = "ShardstoreTarget | SafetensorsTarget | dcp.DcpTarget"
+AnySource: TypeAlias = "ZarrSource | SafetensorsSource | dcp.DcpSource | WithPlainTensors"
+AnyTarget: TypeAlias = "ShardstoreTarget | SafetensorsTarget | dcp.DcpTarget"
 FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp", "megatron")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
@@ -145,7 +145,7 @@ def convert(
     # Verification needs two buffers of a batch at a time.
     batch_bytes = max(1, memory_budget // 2)
     work = beside.child(f".{output.name}.convert")
-    built: Target
+    built: AnyTarget
     if wanted == "shardstore":
         built = ShardstoreTarget(output, found, overwrite, batch_bytes)
     elif wanted == "safetensors":
@@ -157,7 +157,7 @@ def convert(
     about = {"source": place.url, "source_format": found, "target_format": wanted}
     log_event(logger, "convert_begin", f"{output.url}: converting", url=output.url, **about)
     started = perf_counter()
-    opened: Source = open_source(place, found)
+    opened: AnySource = open_source(place, found)
     if wanted == "safetensors":
         opened = WithPlainTensors(opened)
     if left_out := opened.left_out:
@@ -200,8 +200,8 @@ class _Stages:
         self,
         place: Location,
         output: Location,
-        source: Source,
-        target: Target,
+        source: AnySource,
+        target: AnyTarget,
         batch_bytes: int,
         progress: ProgressArgument,
     ) -> None:
@@ -317,7 +317,7 @@ def detect(place: Location) -> str:
     )
 
 
-def open_source(place: Location, source_format: str) -> Source:
+def open_source(place: Location, source_format: str) -> AnySource:
     """Open a checkpoint of one of :data:`FORMATS` for reading.
 
     Raises:

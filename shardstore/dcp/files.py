@@ -121,7 +121,7 @@ _BUILTIN: dict[str, type] = {kind.__name__: kind for kind in (dict, frozenset, l
 _BUILTIN |= {"Size": torch.Size, "OrderedDict": dict}
 
 
-class _Unpickler(BoundedUnpickler):
+class _MetadataUnpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -369,7 +369,7 @@ def _read(location: Location) -> bytes:
 
 def _unpickled(data: bytes, url: str) -> Metadata:
     """Return the metadata that a ``.metadata`` document holds."""
-    metadata = _Unpickler(io.BytesIO(data)).load()
+    metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     if isinstance(metadata, Metadata) and isinstance(metadata.state_dict_metadata, dict):
         return metadata
     raise errors.NotACheckpointError(f"{url} is not the metadata of a DCP checkpoint", url=url)

@@ -84,7 +84,7 @@ class AnyKey(dict[str, Any]):
         return BytesStorageMetadata()
 
 
-class Begun:
+class OwnedAttempt:
     """An attempt on the coordinator, which is abandoned with this object."""
 
     def __init__(self, attempt: Attempt) -> None:
@@ -109,7 +109,7 @@ class Current(threading.local):
     """
 
     location: Location | None = None
-    begun: Begun | None = None
+    begun: OwnedAttempt | None = None
     started = 0.0
     rank = 0
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from shardstore import errors
 from shardstore.core import DCP_BACKEND
-from shardstore.coverage import Report, check_reports, report_shards, without_main_replica
+from shardstore.coverage import ShardReport, check_reports, report_shards, without_main_replica
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
@@ -370,7 +370,7 @@ class _RankReport:
 
     shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     copies: list[str] = field(default_factory=list)
-    shards: Report = field(default_factory=lambda: report_shards(()))
+    shards: ShardReport = field(default_factory=lambda: report_shards(()))
 
 
 def _prepared(state_dict: ShardedStateDict, only_main: bool) -> tuple[dict[str, Any], _RankReport]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardstore import coverage
-from shardstore.dcp.reader import Begun, Placed
+from shardstore.dcp.reader import OwnedAttempt, Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
@@ -71,7 +71,7 @@ class Task:
 
 
 @dataclass
-class Report:
+class WriteReport:
     """A rank's report to the coordinator.
 
     Attributes:
@@ -145,7 +145,7 @@ def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> coverage.Layout
     return coverage.merge_layouts(reports, range(len(reports)))
 
 
-def _state_record(metadata: Metadata, reports: Sequence[Report]) -> StateRecord:
+def _state_record(metadata: Metadata, reports: Sequence[WriteReport]) -> StateRecord:
     """Return the record of values, files and paths of the state dict, from all ranks' reports.
 
     Raises:
@@ -295,7 +295,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         layouts = _layouts(plans, self.options)
         self._give_up()
         attempt = checkpoints.begin(self._place, self.options)
-        self._current.begun = Begun(attempt)
+        self._current.begun = OwnedAttempt(attempt)
         return [
             replace(plan, storage_data=Task(rank, attempt.id, layouts))
             for rank, plan in enumerate(plans)
@@ -314,7 +314,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         if self._current.begun is None:
             attempt.require_seen()
         start, self._current.rank = perf_counter(), task.rank
-        manifest, report = RankManifest(task.rank), Report()
+        manifest, report = RankManifest(task.rank), WriteReport()
         files = Files(attempt, manifest, self.options.budget_bytes)
         tensors, pickled = [], []
         for item in plan.items:
@@ -350,7 +350,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         future.set_result([WriteResult(MetadataIndex(""), 0, report)])
         return future
 
-    def _put_value(self, key: str, stream: io.BytesIO, files: Files, report: Report) -> bool:
+    def _put_value(self, key: str, stream: io.BytesIO, files: Files, report: WriteReport) -> bool:
         """Put a value that is not a tensor into the report, or into a file if it is long or has no
         JSON form. Return whether it has one."""
         sharded = ShardedObject(key, None, (1,), (0,))
@@ -388,7 +388,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         begun, start = self._current.begun, perf_counter()
         assert begun is not None  # prepare_global_plan() has set it
         try:
-            reports: list[Report] = [of_rank[0].storage_data for of_rank in results]
+            reports: list[WriteReport] = [of_rank[0].storage_data for of_rank in results]
             values = _state_record(metadata, reports)
             manifests = [RankManifest.from_bytes(report.manifest) for report in reports]
             cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}

@@ -47,10 +47,10 @@ _REPORTS, _PIECES, _ENDS, _ACKNOWLEDGEMENTS = range(4)
 that no rank waits for must not arrive as a report."""
 
 
-Begun: TypeAlias = "list[dist.Work] | RuntimeError"
+Operations: TypeAlias = "list[dist.Work] | RuntimeError"
 """Operations in progress with a rank, which have ended when the last one has, or the error that
 prevented them."""
-PendingReceive: TypeAlias = "tuple[NDArray[np.uint8], Begun]"
+PendingReceive: TypeAlias = "tuple[NDArray[np.uint8], Operations]"
 """A receive buffer, and the operation that fills it."""
 
 
@@ -235,7 +235,7 @@ class Channel:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def begin(self, rank: int, message: Message) -> Begun:
+    def begin(self, rank: int, message: Message) -> Operations:
         """Begin to send to a rank. A short message needs no wait."""
         status, body = message
         inline = len(body) <= _INLINE_BYTES
@@ -246,7 +246,7 @@ class Channel:
             return begun or []
         return self.begin_send(rank, np.frombuffer(bytearray(body), np.uint8), _REPORTS)
 
-    def begin_send(self, rank: int, piece: NDArray[np.uint8], tag: int = _PIECES) -> Begun:
+    def begin_send(self, rank: int, piece: NDArray[np.uint8], tag: int = _PIECES) -> Operations:
         """Begin to send bytes. Both sides know their number."""
         return attempt(
             lambda: [
@@ -256,7 +256,7 @@ class Channel:
             ]
         )
 
-    def begin_receive(self, rank: int, piece: NDArray[np.uint8], tag: int = _PIECES) -> Begun:
+    def begin_receive(self, rank: int, piece: NDArray[np.uint8], tag: int = _PIECES) -> Operations:
         """Begin to receive bytes in place. Both sides know their number."""
         return attempt(
             lambda: [
@@ -265,7 +265,7 @@ class Channel:
             ]
         )
 
-    def sent(self, begun: Begun, wait_s: float) -> None:
+    def sent(self, begun: Operations, wait_s: float) -> None:
         """Wait until operations complete. The other rank may post its buffer late.
 
         Raises:
@@ -276,7 +276,7 @@ class Channel:
         for work in reversed(begun):
             work.wait(timedelta(seconds=max(wait_s, 0.001)))  # 0 means the group's timeout
 
-    def received(self, rank: int, begun: Begun, wait_s: float) -> None:
+    def received(self, rank: int, begun: Operations, wait_s: float) -> None:
         """Wait until bytes have arrived, and tell the sender; see :meth:`sent`."""
         self.sent(begun, wait_s)
         self._short(rank, np.zeros(1, np.uint8), _ACKNOWLEDGEMENTS)

@@ -22,7 +22,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.runtime.parallel import in_rounds, run_batched
 
-Source: TypeAlias = Callable[[Box], torch.Tensor]
+BoxReader: TypeAlias = Callable[[Box], torch.Tensor]
 """Returns a box of a tensor, in host memory; several threads call it."""
 
 ROUND_BYTES = 64 * 1024 * 1024
@@ -31,7 +31,7 @@ MARGIN = 16
 """Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
 
 
-def source_of(data: LocalData, held: Box) -> Source:
+def source_of(data: LocalData, held: Box) -> BoxReader:
     """Return what returns parts of the memory that holds a box of a tensor."""
 
     def part(box: Box) -> torch.Tensor:
@@ -59,7 +59,7 @@ class BlockWriter:
     place: Place
     layout: FileLayout
     blocks: list[Block]
-    sources: dict[tuple[str, Box], Source]
+    sources: dict[tuple[str, Box], BoxReader]
     dtypes: Mapping[str, torch.dtype]
     failure: BaseException | None = None
 

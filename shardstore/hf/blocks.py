@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from shardstore.coverage import Report, find_tiling_fault, shards_of
+from shardstore.coverage import ShardReport, find_tiling_fault, shards_of
 from shardstore.errors import AccessPatternError
 from shardstore.hf.files import FileLayout
 from shardstore.loading.plan import moved
@@ -88,7 +88,7 @@ def boxes_of(tensor: ShardedTensor) -> list[Box]:
 
 
 def held_by(
-    reports: Sequence[Report], ranks: Sequence[int]
+    reports: Sequence[ShardReport], ranks: Sequence[int]
 ) -> tuple[list[ArrayMeta], dict[str, Holders]]:
     """Return the tensors of all ranks, in the order of their first appearance, and who holds them.
 

@@ -61,7 +61,7 @@ class _Entry(msgspec.Struct):
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
 """Key in a state dict -> name in the files, as a mapping of those that differ or a function."""
-Place = tuple[str, int]
+FilePosition = tuple[str, int]
 """Name of a tensor's file, and the offset of the tensor in it, in bytes."""
 
 _FILE_NAME = re.compile(r"(?!\.)[^\x00-\x1f/\\:?#%]{1,255}")
@@ -132,7 +132,7 @@ class WeightFiles:
     ) -> None:
         self.location, self.roots = folder, sorted(names)
         self.arrays: dict[str, ArrayMeta] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, FilePosition] = {}
         self.metadata: dict[str, str] = {}
         self.left_out: list[str] = []
         found: dict[str, tuple[int, bytes]] = {}
@@ -273,7 +273,7 @@ def _header_of(folder: Location, name: str) -> tuple[int, bytes]:
     return size, (start + more)[8 : 8 + length]
 
 
-class _Name(str):
+class _JsonKey(str):
     """A key of a JSON object. Another class than ``str``, so that msgspec calls the hook."""
 
 
@@ -285,13 +285,13 @@ def _named_once(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """
     count = 0
 
-    def counted(_: type, key: str) -> _Name:
+    def counted(_: type, key: str) -> _JsonKey:
         nonlocal count
         count += 1
-        return _Name(key)
+        return _JsonKey(key)
 
     try:
-        found = msgspec.json.decode(text, type=dict[_Name, msgspec.Raw], dec_hook=counted)
+        found = msgspec.json.decode(text, type=dict[_JsonKey, msgspec.Raw], dec_hook=counted)
     except RecursionError as error:
         raise msgspec.DecodeError(str(error)) from error
     if len(found) < count:
@@ -357,7 +357,7 @@ class FileLayout:
 
     heads: dict[str, bytes]
     sizes: dict[str, int]
-    places: dict[str, Place]
+    places: dict[str, FilePosition]
 
     @classmethod
     def of(

@@ -24,7 +24,7 @@ from shardstore.errors import ArgumentError, DTypeMismatchError, MissingKeyError
 from shardstore.hf import sharing
 from shardstore.hf.blocks import Block
 from shardstore.hf.files import Names, WeightFiles, names_of
-from shardstore.hf.rules import SCALE_SUFFIXES, Rule, Scaled, Source, Sources
+from shardstore.hf.rules import SCALE_SUFFIXES, Rule, Scaled, Sources, SourceTensor
 from shardstore.hf.urls import locate, shown_url
 from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import (
@@ -187,7 +187,7 @@ class _Call(LoadRequest):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredFiles:
     """The files, as the reader of a load sees a checkpoint."""
 
     location: Location
@@ -267,7 +267,7 @@ class _Loading:
         split = partial(StateSplit, state, loading=True, adopt=adoption, keep=True)
         request = split()
         entries = [entry for _, entry in request.shards]
-        found: dict[str, Source] = {}
+        found: dict[str, SourceTensor] = {}
         lost: dict[str, str] = {}
         by_key = {entry.key: entry for entry in entries}
         names = names_of(by_key, self.call.names)
@@ -369,7 +369,7 @@ class _Loading:
         if group is not None:
             _fit_grids(arrays, plan, group)
         context = LoadContext(
-            stored=cast(Any, _Stored(files.location, arrays, files.read)),
+            stored=cast(Any, _StoredFiles(files.location, arrays, files.read)),
             cast=self.call.cast,
             budget_bytes=self.call.exchange_budget_bytes,
             group=group,
@@ -415,7 +415,7 @@ class _Match(NamedTuple):
     """
 
     request: StateSplit
-    sources: dict[str, Source]
+    sources: dict[str, SourceTensor]
     tied: set[str]
     unexpected: set[str]
 
@@ -427,7 +427,7 @@ def _memory(entry: Any) -> object:
     return elements_of(cast(torch.Tensor, data)) if has_memory else object()
 
 
-def _refuse_unscaled(source: Source, files: WeightFiles, key: str) -> None:
+def _refuse_unscaled(source: SourceTensor, files: WeightFiles, key: str) -> None:
     """Raise an error that advises no cast if the scales of a quantised tensor lie beside it."""
     for name in source.keys:
         ends = (*SCALE_SUFFIXES, ".scale", ".absmax", ".SCB")

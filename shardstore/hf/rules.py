@@ -41,7 +41,7 @@ Regions: TypeAlias = Iterator[tuple[ArrayMeta, Box, Any]]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTensor:
     """A tensor that is made of stored tensors.
 
     Attributes:
@@ -58,7 +58,7 @@ class Source:
 
 
 Fields: TypeAlias = Mapping[str, str]
-Rule: TypeAlias = "str | Callable[[Fields, Sources], Source]"
+Rule: TypeAlias = "str | Callable[[Fields, Sources], SourceTensor]"
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def concat(*rules: Rule, axis: int = 0, groups: int = 1) -> Rule:
     if not rules:
         raise errors.ArgumentError("concat() has no parts; give it at least one rule")
 
-    def made(fields: Fields, sources: Sources) -> Source:
+    def made(fields: Fields, sources: Sources) -> SourceTensor:
         parts = [sources.made(rule, fields) for rule in rules]
         sizes = [_even(_size(part, axis, "concat"), groups, part) for part in parts]
         runs = [(p, n * g, n) for g in range(groups) for p, n in zip(parts, sizes, strict=True)]
@@ -106,7 +106,7 @@ def part(rule: Rule, number: int, sizes: Sequence[int], *, axis: int = 0, groups
         text = f"part({rule!r:.100}, {number}, {sizes}) is none of {len(sizes)} parts"
         raise errors.ArgumentError(f"{text}; they are counted from 0")
 
-    def made(fields: Fields, sources: Sources) -> Source:
+    def made(fields: Fields, sources: Sources) -> SourceTensor:
         whole = sources.made(rule, fields)
         unit = _even(_size(whole, axis, "part"), groups * sum(sizes), whole)
         first, length = unit * sum(sizes[:number]), unit * sizes[number]
@@ -124,8 +124,8 @@ def stack(rule: Rule, over: str) -> Rule:
         over: the field that has the values 0, 1, 2, ... as long as such tensors are stored.
     """
 
-    def made(fields: Fields, sources: Sources) -> Source:
-        found: list[Source] = []
+    def made(fields: Fields, sources: Sources) -> SourceTensor:
+        found: list[SourceTensor] = []
         try:
             while True:
                 found.append(sources.made(rule, {**fields, over: str(len(found))}))
@@ -149,7 +149,7 @@ def index(rule: Rule, at: str | int) -> Rule:
         at: position along its first axis; a text is a template.
     """
 
-    def made(fields: Fields, sources: Sources) -> Source:
+    def made(fields: Fields, sources: Sources) -> SourceTensor:
         whole = sources.made(rule, fields)
         text = _filled(str(at), fields)
         try:
@@ -173,7 +173,7 @@ def index(rule: Rule, at: str | int) -> Rule:
 def transposed(rule: Rule) -> Rule:
     """Return the rule for a tensor whose last two axes are exchanged."""
 
-    def made(fields: Fields, sources: Sources) -> Source:
+    def made(fields: Fields, sources: Sources) -> SourceTensor:
         whole = sources.made(rule, fields)
         _size(whole, -2, "transposed")
         shape = _exchanged(whole.shape)
@@ -193,7 +193,7 @@ def _filled(template: str, fields: Fields) -> str:
         ) from None
 
 
-def _size(source: Source, axis: int, rule: str) -> int:
+def _size(source: SourceTensor, axis: int, rule: str) -> int:
     """Return the size of a source along an axis that a rule needs."""
     if not -len(source.shape) <= axis < len(source.shape):
         key = min(source.keys)
@@ -205,7 +205,7 @@ def _size(source: Source, axis: int, rule: str) -> int:
     return source.shape[axis]
 
 
-def _even(size: int, parts: int, source: Source) -> int:
+def _even(size: int, parts: int, source: SourceTensor) -> int:
     """Return the size of one of equal parts."""
     if parts < 1 or size % parts:
         key = sorted(source.keys)[0]
@@ -235,7 +235,7 @@ class Sources:
     ties: Mapping[str, str]
     block_shape: tuple[int, ...] | None
 
-    def of(self, key: str, dtype: torch.dtype) -> Source:
+    def of(self, key: str, dtype: torch.dtype) -> SourceTensor:
         """Return the source of a tensor of the state dict.
 
         Raises:
@@ -247,13 +247,13 @@ class Sources:
                 return self.made(rule, {**fields, **found.groupdict()})
         return self._stored(key, fields[""])
 
-    def made(self, rule: Rule, fields: Fields) -> Source:
+    def made(self, rule: Rule, fields: Fields) -> SourceTensor:
         """Return the source that a rule describes."""
         if isinstance(rule, str):
             return self._stored(_filled(rule, fields), fields[""])
         return rule(fields, self)
 
-    def _stored(self, key: str, dtype: str) -> Source:
+    def _stored(self, key: str, dtype: str) -> SourceTensor:
         if key not in self.arrays:
             raise errors.MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
         array = self.arrays[key]
@@ -283,13 +283,13 @@ def _pattern(template: str) -> re.Pattern[str]:
 # -- sources ---------------------------------------------------------------------------------------
 
 
-def _stored(array: ArrayMeta) -> Source:
+def _stored(array: ArrayMeta) -> SourceTensor:
     """Return a stored tensor."""
     keys = frozenset([array.key])
-    return Source(array.shape, array.dtype, keys, lambda box, out: iter([(array, box, out)]))
+    return SourceTensor(array.shape, array.dtype, keys, lambda box, out: iter([(array, box, out)]))
 
 
-def _joined(axis: int, runs: Sequence[tuple[Source, int, int]]) -> Source:
+def _joined(axis: int, runs: Sequence[tuple[SourceTensor, int, int]]) -> SourceTensor:
     """Return runs of sources (source, start, length), joined along an axis."""
     one = runs[0][0]
     axis %= len(one.shape)
@@ -318,12 +318,15 @@ def _joined(axis: int, runs: Sequence[tuple[Source, int, int]]) -> Source:
             position += length
 
     shape = _with(one.shape, axis, sum(length for _, _, length in runs))
-    return Source(shape, one.dtype, keys, regions)
+    return SourceTensor(shape, one.dtype, keys, regions)
 
 
 def _viewed(
-    source: Source, shape: Shape, moved: Callable[[Shape, int], Shape], view: Callable[[Any], Any]
-) -> Source:
+    source: SourceTensor,
+    shape: Shape,
+    moved: Callable[[Shape, int], Shape],
+    view: Callable[[Any], Any],
+) -> SourceTensor:
     """Return a source in another shape.
 
     Args:
@@ -336,7 +339,7 @@ def _viewed(
     def regions(box: Box, out: Any) -> Regions:
         return source.regions(Box(moved(box.offset, 0), moved(box.shape, 1)), view(out))
 
-    return Source(shape, source.dtype, source.keys, regions)
+    return SourceTensor(shape, source.dtype, source.keys, regions)
 
 
 def _exchanged(values: Shape, _: int = 0) -> Shape:
@@ -347,7 +350,7 @@ def _with(values: Shape, axis: int, value: int) -> Shape:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
-def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> Source:
+def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> SourceTensor:
     """Return a stored tensor that is multiplied by scales: along each axis there is one for each
     block (DeepSeek-V3, "FP8 Weights"), for each position, or for all. Axes that the scales lack are
     the last ones."""
@@ -380,7 +383,7 @@ def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> 
         inner = [one - n for one, n in zip(blocks, first, strict=True)]
         yield array, box, Scaled(target, scales, inner)
 
-    return Source(array.shape, dtype, frozenset([array.key, scale.key]), regions)
+    return SourceTensor(array.shape, dtype, frozenset([array.key, scale.key]), regions)
 
 
 class Scaled:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.hf.blocks import Block, Holders, Piece, pieces_of
-from shardstore.hf.files import Place
+from shardstore.hf.files import FilePosition
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
@@ -102,7 +102,7 @@ def wanted_by(reports: Mapping[int, Iterable[tuple[str, Box]]]) -> Hosts:
 
 
 def plan_shared(
-    wanted: Wanted, arrays: Mapping[str, ArrayMeta], places: Mapping[str, Place]
+    wanted: Wanted, arrays: Mapping[str, ArrayMeta], places: Mapping[str, FilePosition]
 ) -> list[Block]:
     """Divide the reading of a host's wanted regions among its ranks, by size. A pure function.
 

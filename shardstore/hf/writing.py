@@ -22,11 +22,11 @@ import torch
 
 from shardstore import errors
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
-from shardstore.coverage import Report, report_shards
+from shardstore.coverage import ShardReport, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import shard
-from shardstore.hf.block_writer import BlockWriter, Source, source_of
+from shardstore.hf.block_writer import BlockWriter, BoxReader, source_of
 from shardstore.hf.blocks import Block, held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
 from shardstore.hf.places import Documents, Place, place_for
@@ -186,7 +186,7 @@ def export(
         arrays = [whole_tensor(m.key, m.shape, dtypes.torch_dtype(m.dtype)) for m in metas]
         return arrays + (_plain_tensors(found[0]) if ranks.is_coordinator else [])
 
-    def read(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
+    def read(tensor: ShardedTensor) -> Iterator[tuple[Box, BoxReader]]:
         box = local_box(tensor)
         if tensor.data is not None:
             yield from memory_of(tensor)
@@ -343,7 +343,7 @@ class Export(BlockWriter):
 
 def _begin(
     held: Callable[[], Iterable[ShardedTensor]],
-    sources_of: Callable[[ShardedTensor], Iterator[tuple[Box, Source]]],
+    sources_of: Callable[[ShardedTensor], Iterator[tuple[Box, BoxReader]]],
     arguments: _Arguments,
     ranks: Ranks,
 ) -> Export:
@@ -397,7 +397,7 @@ class _HeldShards(NamedTuple):
     """
 
     same: tuple[Any, ...]
-    shards: Report
+    shards: ShardReport
     ties: dict[str, str]
 
 
@@ -521,7 +521,7 @@ def written_as(tensor: ShardedTensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or tensor.dtype not in CAST_FROM else dtype
 
 
-def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, Source]]:
+def memory_of(tensor: ShardedTensor) -> Iterator[tuple[Box, BoxReader]]:
     """Yield the boxes of the global tensor that a shard consists of, each with what returns parts
     of its memory.
 

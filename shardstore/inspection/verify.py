@@ -35,7 +35,7 @@ from shardstore.storage.format.names import (
     key_of,
     object_place,
 )
-from shardstore.storage.format.packs import Place
+from shardstore.storage.format.packs import PackedRange
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import require_number
 from shardstore.storage.runtime.collector import collector_paused
@@ -222,7 +222,7 @@ class _Verification:
         size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)
         count = sum(meta.grid.size for meta in wanted)
         self.meter.tell("move", bytes_total=size, chunks_total=count)
-        in_packs: dict[str, list[tuple[ArrayMeta, int, Place]]] = defaultdict(list)
+        in_packs: dict[str, list[tuple[ArrayMeta, int, PackedRange]]] = defaultdict(list)
         for array in wanted:
             if unread := codec_error(self.location, array):
                 text = f"{unread}; its chunks were not verified"
@@ -458,7 +458,7 @@ class _Verification:
             self.result.unchecked += not checked
         self.meter.count(array.chunk_bytes, 1)
 
-    def _check_pack(self, name: str, chunks: Sequence[tuple[ArrayMeta, int, Place]]) -> None:
+    def _check_pack(self, name: str, chunks: Sequence[tuple[ArrayMeta, int, PackedRange]]) -> None:
         """Verify a pack as a file, and chunks that lie in it."""
         data: bytes | None = None
         with self._reporting("pack-damaged", name):

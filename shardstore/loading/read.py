@@ -50,7 +50,7 @@ _ChunkId: TypeAlias = tuple[str, int]
 """Key of the array, and the chunk's position in the grid."""
 _Holders: TypeAlias = dict[_ChunkId, list[int]]
 """The ranks of a group that want each chunk."""
-Parts: TypeAlias = dict[_ChunkId, list[ChunkPart]]
+PartsByChunk: TypeAlias = dict[_ChunkId, list[ChunkPart]]
 """The parts of each chunk that a rank wants."""
 
 
@@ -95,7 +95,7 @@ def read_chunks(context: LoadContext, plan: ReadPlan, *, read: Read | None = Non
 # -- through host memory ---------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class BufferedBox(NamedTuple):
     """A box of an array that is read into a buffer.
 
     Attributes:
@@ -121,7 +121,7 @@ def read_through_host(
     regions: Sequence[RegionRead],
     budget_bytes: int,
     done: ReadDone,
-    chunks: Sequence[Piece] = (),
+    chunks: Sequence[BufferedBox] = (),
 ) -> None:
     """Read regions to their destinations, :class:`HostRead` through buffers.
 
@@ -147,7 +147,7 @@ def read_through_host(
 
 
 def read_ahead(
-    read: Read, batches: Sequence[Sequence[Piece]], device: torch.device | None = None
+    read: Read, batches: Sequence[Sequence[BufferedBox]], device: torch.device | None = None
 ) -> Iterator[NDArray[np.uint8]]:
     """Yield a buffer with the stored bytes of each batch, while the next batch is read.
 
@@ -172,7 +172,7 @@ def read_ahead(
             yield buffer
 
 
-def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone) -> None:
+def deliver(buffer: NDArray[np.uint8], batch: Sequence[BufferedBox], done: ReadDone) -> None:
     """Copy the bytes of a batch to their destinations."""
     for piece, view in zip(batch, _views(buffer, batch), strict=True):
         for where, out in piece.targets:
@@ -182,7 +182,7 @@ def deliver(buffer: NDArray[np.uint8], batch: Sequence[Piece], done: ReadDone) -
             done(out.nbytes, piece.chunks)
 
 
-def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[Any]]:
+def _views(buffer: NDArray[np.uint8], batch: Sequence[BufferedBox]) -> list[NDArray[Any]]:
     """Cut a buffer into arrays of the pieces' shapes and stored data types."""
     starts = accumulate((piece.size_bytes for piece in batch), initial=0)
     return [
@@ -191,12 +191,12 @@ def _views(buffer: NDArray[np.uint8], batch: Sequence[Piece]) -> list[NDArray[An
     ]
 
 
-def in_batches(pieces: Iterable[Piece], limit_bytes: int) -> list[list[Piece]]:
+def in_batches(pieces: Iterable[BufferedBox], limit_bytes: int) -> list[list[BufferedBox]]:
     """Divide pieces into batches that fit into a buffer or consist of one piece."""
     return list(in_rounds(pieces, lambda piece: piece.size_bytes, limit_bytes))
 
 
-def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
+def _pieces(region: HostRead, limit_bytes: int) -> Iterator[BufferedBox]:
     """Cut a region along the chunk grid and, if that is not enough, along its axes."""
     array = region.array
     most = max(1, limit_bytes // dtypes.itemsize(array.dtype))
@@ -206,7 +206,7 @@ def _pieces(region: HostRead, limit_bytes: int) -> Iterator[Piece]:
         for small in _split(box, most) if array.is_plain else [box]:
             rest -= small.size
             where: tuple[Any, ...] = (..., *small.relative_to(box.offset).slices)
-            yield Piece(array, small, [(..., part.out[where])], int(rest == 0))
+            yield BufferedBox(array, small, [(..., part.out[where])], int(rest == 0))
 
 
 def _split(box: Box, most: int) -> Iterator[Box]:
@@ -219,16 +219,16 @@ def _split(box: Box, most: int) -> Iterator[Box]:
 # -- together with replicas ------------------------------------------------------------------------
 
 
-def by_chunk(regions: Iterable[RegionRead]) -> Parts:
+def by_chunk(regions: Iterable[RegionRead]) -> PartsByChunk:
     """Split the regions that this rank wants along the chunk grid."""
-    parts: Parts = {}
+    parts: PartsByChunk = {}
     for region in regions:
         for part in chunk_parts(region):
             parts.setdefault((part.array.key, part.number), []).append(part)
     return parts
 
 
-def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
+def exchange(context: LoadContext, parts: PartsByChunk, done: ReadDone) -> None:
     """Read regions together with the other ranks of the context's group, and exchange them.
 
     Every rank of the group calls it and waits for the others. The smallest budget of the group is
@@ -256,7 +256,7 @@ def exchange(context: LoadContext, parts: Parts, done: ReadDone) -> None:
         """Read the chunks that no other rank wants. It runs in another thread; copies to a
         device wait for work that the caller has queued on its current stream of that device."""
         reads: list[RegionRead] = []
-        several: list[Piece] = []
+        several: list[BufferedBox] = []
         for chunk in (chunk for chunk, by in holders.items() if by == [rank]):
             piece, (part, *others) = pieces[chunk], parts[chunk]
             if others:  # boxes of a flat range may share a chunk, which is read once
@@ -308,17 +308,17 @@ def _agreed(context: LoadContext, wanted: list[_ChunkId]) -> tuple[int, _Holders
     return limit_bytes, holders
 
 
-def _piece(context: LoadContext, chunk: _ChunkId, parts: Sequence[ChunkPart]) -> Piece:
+def _piece(context: LoadContext, chunk: _ChunkId, parts: Sequence[ChunkPart]) -> BufferedBox:
     """Return a whole chunk with the parts that this rank wants."""
     key, number = chunk
     array = context.stored.arrays[key]
     targets = [((..., *part.within.slices), part.out) for part in parts]
-    return Piece(array, array.grid.box(array.grid.index_at(number)), targets)
+    return BufferedBox(array, array.grid.box(array.grid.index_at(number)), targets)
 
 
 def _rounds(
-    pieces: Mapping[_ChunkId, Piece], holders: _Holders, ranks: int, limit_bytes: int
-) -> list[list[list[Piece]]]:
+    pieces: Mapping[_ChunkId, BufferedBox], holders: _Holders, ranks: int, limit_bytes: int
+) -> list[list[list[BufferedBox]]]:
     """Return the rounds in which the chunks are sent that several ranks want."""
     sizes = {chunk: piece.size_bytes for chunk, piece in pieces.items()}
     by_rank: list[list[_ChunkId]] = [[] for _ in range(ranks)]

@@ -310,7 +310,7 @@ def _name_as_dcp_does(context: LoadContext, error: errors.CheckpointingException
 # -- the checkpoint, and what is wanted ------------------------------------------------------------
 
 
-class Opened(NamedTuple):
+class OpenedLoad(NamedTuple):
     """An opened checkpoint, and what this rank wants of it.
 
     Attributes:
@@ -337,7 +337,7 @@ class _Answer(NamedTuple):
     Attributes:
         url: the checkpoint.
         documents: those of its documents that every rank needs.
-        requested: see :class:`Opened`.
+        requested: see :class:`OpenedLoad`.
         reading_alone: the groups that do not share their reading.
     """
 
@@ -347,7 +347,7 @@ class _Answer(NamedTuple):
     reading_alone: frozenset[Members] = frozenset()
 
 
-def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> Opened:
+def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> OpenedLoad:
     """Let one rank read the documents of the checkpoint for all, and check what all ranks want.
     Every rank calls it and waits for all others.
 
@@ -389,7 +389,7 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         group=request.replica_group if group is not None and group.shares else None,
         meter=meter,
     )
-    return Opened(context, adoption, wanted, needs_keys, requested)
+    return OpenedLoad(context, adoption, wanted, needs_keys, requested)
 
 
 def _requested(request: LoadRequest, wanted: StateSplit, stored: StoredCheckpoint) -> set[str]:
@@ -415,7 +415,7 @@ class _Report(NamedTuple):
         groups: reports about groups that share the reading.
     """
 
-    shards: coverage.Report | None
+    shards: coverage.ShardReport | None
     has_empty: bool
     groups: Sequence[ReadGroup | None] = ()
 
@@ -496,7 +496,7 @@ def _checked(request: LoadRequest, reports: Sequence[_Report]) -> set[str]:
     return coverage.keys_of(shards) if compares else set()
 
 
-def _adopted(request: LoadRequest, opened: Opened) -> Opened:
+def _adopted(request: LoadRequest, opened: OpenedLoad) -> OpenedLoad:
     """Find the stored arrays of plain tensors and DTensors on every rank, and check the shards of
     all ranks."""
     ranks, context, wanted = request.ranks, opened.context, opened.wanted
@@ -572,7 +572,7 @@ class Matched(NamedTuple):
     from_common: Mapping[StatePath, HeldShards]
 
 
-def match_keys(request: LoadRequest, opened: Opened) -> Matched:
+def match_keys(request: LoadRequest, opened: OpenedLoad) -> Matched:
     """Compare the request, and the keys that all ranks ask for, with the stored entries, in the
     mode of ``strict``."""
     context, wanted, requested = opened.context, opened.wanted, opened.requested or set()

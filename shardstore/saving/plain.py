@@ -45,7 +45,7 @@ REMEDY = (
 )
 
 
-class Report(NamedTuple):
+class ValueReport(NamedTuple):
     """A rank's report about its values, at the beginning of a save.
 
     Attributes:
@@ -75,7 +75,7 @@ class Leaf(NamedTuple):
     values: tuple[Any, ...] = ()
 
 
-def must_be_arrays(reports: Sequence[Report]) -> bool:
+def must_be_arrays(reports: Sequence[ValueReport]) -> bool:
     """Return whether every rank has to make arrays of its plain tensors: some rank does, or the
     ranks hold different tensors and no sharded types."""
     kinds = {report.has_arrays for report in reports} - {None}
@@ -92,7 +92,7 @@ class PlainValues:
         common: common values. The coordinator adds those of other ranks, in place.
         arrays: path -> plain tensor that became an array.
         compared: the common values that the ranks compare; ``None``: they compare none.
-        has_shards: see :class:`Report`.
+        has_shards: see :class:`ValueReport`.
     """
 
     common: StateDict
@@ -123,10 +123,10 @@ class PlainValues:
         compared = {**dict(_walked(self.compared)), **self.arrays}
         return {path: _digest(compared[path]) if path in compared else b"" for path in self.leaves}
 
-    def report(self) -> Report:
+    def report(self) -> ValueReport:
         """Return this rank's report."""
         tensors = [path for path, value in self.leaves.items() if is_plain(value)]
-        return Report(
+        return ValueReport(
             self.has_shards,
             all(path in self.arrays for path in tensors) if tensors else None,
             _digest(sorted(map(repr, tensors))),

@@ -330,7 +330,7 @@ class _Opening(NamedTuple):
     place: str
     described: bytes
     needs_layouts: bool
-    plain: plain.Report | None
+    plain: plain.ValueReport | None
     copies: bytes
     claims: Sequence[Any]
     group: replicas.GroupReport | None

@@ -83,7 +83,7 @@ class _Unfilled:
         self.number: int | None = None
 
 
-class _Name:
+class _PickledName:
     """A name in a pickle that is no value.
 
     Args:
@@ -174,8 +174,8 @@ def _sparse(layout: torch.layout, data: Sequence[Any]) -> torch.Tensor:
     )
 
 
-def _subclassed(rebuild: _Name, kind: Any, args: Any, state: Any) -> Any:
-    _require(type(rebuild) is _Name and rebuild.meaning in _REBUILD, "a tensor")
+def _subclassed(rebuild: _PickledName, kind: Any, args: Any, state: Any) -> Any:
+    _require(type(rebuild) is _PickledName and rebuild.meaning in _REBUILD, "a tensor")
     return torch._tensor._rebuild_from_type_v2(rebuild.meaning, kind, args, state)  # type: ignore[no-untyped-call]
 
 
@@ -245,10 +245,10 @@ _FILLING |= dict.fromkeys((pickle.APPENDS, pickle.SETITEMS, pickle.ADDITEMS), 0)
 last value before the mark."""
 
 
-def _filling(code: int, position: int) -> Callable[[_Unpickler], None]:
+def _filling(code: int, position: int) -> Callable[[_ValuesUnpickler], None]:
     """Return an operation that adds items to a container, and refuses unknown containers."""
 
-    def fill(self: _Unpickler) -> None:
+    def fill(self: _ValuesUnpickler) -> None:
         kind = type(self.stack[-position] if position else self.metastack[-1][-1])
         _require(kind in _FILLED or id(kind) in self._allowed_ids, "items")
         BoundedUnpickler.dispatch[code](self)
@@ -256,7 +256,7 @@ def _filling(code: int, position: int) -> Callable[[_Unpickler], None]:
     return fill
 
 
-class _Unpickler(BoundedUnpickler):
+class _ValuesUnpickler(BoundedUnpickler):
     """Unpickler for files of ``torch.save``.
 
     Args:
@@ -274,7 +274,7 @@ class _Unpickler(BoundedUnpickler):
         self._allowed = cast(Any, _weights_only_unpickler)._get_user_allowed_globals()
         self._allowed_ids = {id(value) for value in self._allowed.values()}
         self._unfilled = 0
-        self._names: WeakValueDictionary[str, _Name] = WeakValueDictionary()
+        self._names: WeakValueDictionary[str, _PickledName] = WeakValueDictionary()
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -303,12 +303,12 @@ class _Unpickler(BoundedUnpickler):
         remedy = f"allow it before loading: torch.serialization.add_safe_globals([{full}])"
         raise _RefusedError(f"class {full}, which was not allowed to be loaded", remedy)
 
-    def _named(self, full: str, meaning: Any) -> _Name:
-        return self._names.setdefault(full, _Name(meaning))
+    def _named(self, full: str, meaning: Any) -> _PickledName:
+        return self._names.setdefault(full, _PickledName(meaning))
 
     def persistent_load(self, pid: Any) -> Any:
         kind, of, name, _, count = pid
-        dtype: Any = of.meaning if type(of) is _Name else None
+        dtype: Any = of.meaning if type(of) is _PickledName else None
         fits = isinstance(dtype, torch.dtype) and type(count) is int and count >= 0
         _require(kind == "storage" and fits, "a storage")
         if name not in self._storages:
@@ -332,7 +332,7 @@ class _Unpickler(BoundedUnpickler):
         if id(kind) in self._allowed_ids:
             made = kind.__new__(kind, *args) if new else kind(*args)
         else:
-            maker: Any = kind.meaning if type(kind) is _Name else _MAKERS.get(kind)
+            maker: Any = kind.meaning if type(kind) is _PickledName else _MAKERS.get(kind)
             _require(isinstance(maker, types.FunctionType), "a call")
             made = maker(*args)
             self._unfilled += type(made) is _Unfilled
@@ -402,7 +402,7 @@ def _unpickled(records: Records, *, meta: bool = False) -> Any:
         _require(len(found) == nbytes, "the size of a tensor")
         return torch.frombuffer(found or bytearray(1), dtype=torch.uint8).untyped_storage()
 
-    return _Unpickler(io.BytesIO(records.read("data.pkl")), storage).load()
+    return _ValuesUnpickler(io.BytesIO(records.read("data.pkl")), storage).load()
 
 
 # -- check before a save that values can be loaded -------------------------------------------------

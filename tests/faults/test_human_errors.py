@@ -251,7 +251,6 @@ def test_a_tensor_without_values_is_refused_among_plain_values(
     assert not is_checkpoint(Location.of(tmp_path / "place"))
 
 
-
 LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "neg": lambda t: torch._neg_view(t.real.contiguous()),
     "imag of conj": lambda t: t.conj().imag,

@@ -146,3 +146,19 @@ def test_unit_tests_mirror_the_package() -> None:
         if not any(subject == name or subject.startswith(f"{name}_") for name in names):
             strays.append(file.relative_to(unit).as_posix())
     assert not strays
+
+
+def test_no_two_types_have_one_name() -> None:
+    """A reader who has met one would take the other for it."""
+
+    def names(node: ast.stmt) -> Iterator[str]:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and "TypeAlias" in ast.unparse(node.annotation):
+            yield ast.unparse(node.target)
+
+    found = Counter(
+        name for tree in modules().values() for node in tree.body for name in names(node)
+    )
+    del found["CheckpointManager"]  # Megatron-Bridge names the class that it asks for
+    assert [name for name, count in found.items() if count > 1] == []

@@ -82,7 +82,7 @@ def test_reports_give_back_the_shards() -> None:
 
 
 def test_joined_reports_grow_with_the_cuts_alone() -> None:
-    def of_rank(rank: int) -> coverage.Report:
+    def of_rank(rank: int) -> coverage.ShardReport:
         return coverage.report_shards(
             replace(shard((rank, 0), (1, 4), (64, 4)), key=f"model.layers.{i}.weight")
             for i in range(1000)

@@ -265,13 +265,13 @@ Shape = tuple[Length, ...]
 _NULL = msgspec.Raw(b"null")
 
 
-class _Cut(msgspec.Struct):
+class _ChunkShape(msgspec.Struct):
     chunk_shape: Shape
 
 
 class _ChunkGrid(msgspec.Struct):
     name: Literal["regular"]
-    configuration: _Cut
+    configuration: _ChunkShape
 
 
 class _Extension(msgspec.Struct):

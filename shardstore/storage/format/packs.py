@@ -43,7 +43,7 @@ def is_pack(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-class Place(NamedTuple):
+class PackedRange(NamedTuple):
     """Where a packed chunk lies: the name of the pack below the root, the first byte, and one past
     the last byte."""
 
@@ -65,10 +65,10 @@ class Places:
     files: tuple[str, ...] = ()
     rows: bytes = b""
 
-    def of(self, number: int) -> Place:
+    def of(self, number: int) -> PackedRange:
         """Return the place of a chunk. ``number`` is its position in C order over the grid."""
         file, first, size = _ROW.unpack_from(self.rows, _ROW.size * number)
-        return Place(self.files[file], first, first + size)
+        return PackedRange(self.files[file], first, first + size)
 
     def names(self) -> set[str]:
         """Return the names of the packs in which a chunk lies."""

@@ -113,7 +113,7 @@ def chunk_parts(read: RegionRead) -> Iterator[ChunkPart]:
         yield ChunkPart(array, index, within, out if where is None else out[where], number)
 
 
-class _Cut(NamedTuple):
+class _OverlappedChunk(NamedTuple):
     """A chunk that a region overlaps.
 
     Attributes:
@@ -130,18 +130,18 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=512)  # many tensors and optimizer moments of a model share few shapes
-def _few_cuts(grid: Grid, region: Box) -> Sequence[_Cut] | None:
+def _few_cuts(grid: Grid, region: Box) -> Sequence[_OverlappedChunk] | None:
     """Return :func:`_cuts` as a tuple; ``None`` if there are more than :data:`FEW_CUTS`, which
     would take too much memory in the cache."""
     found = tuple(islice(_cuts(grid, region), FEW_CUTS + 1))
     return found if len(found) <= FEW_CUTS else None
 
 
-def _cuts(grid: Grid, region: Box) -> Iterator[_Cut]:
+def _cuts(grid: Grid, region: Box) -> Iterator[_OverlappedChunk]:
     for index in grid.overlapping(region):
         chunk = grid.box(index)
         common = chunk.intersect(region)
         assert common is not None
         # With the ellipsis, a 0-d part stays an array; indexing with () alone copies the element.
         where = None if common == region else (..., *common.relative_to(region.offset).slices)
-        yield _Cut(index, common.relative_to(chunk.offset), where, grid.linear(index))
+        yield _OverlappedChunk(index, common.relative_to(chunk.offset), where, grid.linear(index))

@@ -72,7 +72,7 @@ class ObjectMover(Mover):
         overwritten."""
         if parts:
             lane = _Lane(self, {part.array.chunk_bytes for part in parts}, of_puts=False)
-            lane.run(_Get(part, lane, manifest, done) for part in parts)
+            lane.run(_GetPart(part, lane, manifest, done) for part in parts)
 
     def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:
         """See :meth:`Mover.read_discarding`."""
@@ -225,7 +225,7 @@ class _Put(_Transfer[ChunkWrite]):
 
 
 @dataclass(slots=True)
-class _Get(_Transfer[ChunkPart]):
+class _GetPart(_Transfer[ChunkPart]):
     """A part of a chunk that is read."""
 
     manifest: GetManifest

@@ -87,7 +87,7 @@ class ObjectPrefix(Location):
             return []
         io = self.io()
         gets = [
-            _Get(io, self.url, name, size)
+            _GetDocument(io, self.url, name, size)
             for name, size in zip(names, sizes or [None] * len(names), strict=True)
         ]
         run_requests(io, gets)
@@ -214,7 +214,7 @@ class ObjectPrefix(Location):
 
 
 @dataclass
-class _Get(Request):
+class _GetDocument(Request):
     """A GET of a document of ``size`` bytes, if that is known. ``found``: its content."""
 
     io: ObjectIO

@@ -101,7 +101,7 @@ def _pieces(parts: deque[Callable[[], bytes | None]]) -> Pieces:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenStore:
     """An open key-value store with the credentials at the time of opening.
 
     Attributes:
@@ -142,7 +142,7 @@ class KvStoreIO(ObjectIO):
         if self._unsigned is not None:  # botocore sends the parts from where they are
             self.put_copies = 0
 
-    def opened(self) -> Opened:
+    def opened(self) -> OpenStore:
         """Return the store, with credentials that are valid for some more minutes."""
         with self._lock:
             if (now := time.monotonic()) >= self._asked_at + ASKED_EVERY_S:
@@ -203,7 +203,7 @@ class KvStoreIO(ObjectIO):
             require_absent(self._remote, key)
 
     def _begun(
-        self, doing: str, key: str, size: int, opened: Opened, future: Any
+        self, doing: str, key: str, size: int, opened: OpenStore, future: Any
     ) -> Callable[[], Any]:
         """Return a function that waits for a started request and returns its result."""
         began, url = time.monotonic(), f"{self._url}/{key}"
@@ -283,7 +283,7 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
 
 
 @lru_cache(maxsize=64)
-def _open(url: str, settings: S3Settings | GcsSettings, context: ts.Context) -> Opened:
+def _open(url: str, settings: S3Settings | GcsSettings, context: ts.Context) -> OpenStore:
     _, _, bucket, *path = url.split("/", 3)
     prefix, secrets = "".join(f"{below}/" for below in path), None
     if isinstance(settings, S3Settings):
@@ -302,7 +302,7 @@ def _open(url: str, settings: S3Settings | GcsSettings, context: ts.Context) -> 
     except ValueError as error:
         failure = _failure("opening", url, str(error))
     else:
-        return Opened(context, spec, store, secrets)
+        return OpenStore(context, spec, store, secrets)
     raise failure  # outside of the handler, as in _begun
 
 
