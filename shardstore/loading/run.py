@@ -24,7 +24,7 @@ import torch
 from shardstore import coverage, errors, validation
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.dict_utils import Path as StatePath
-from shardstore.dict_utils import dotted, shaped_like
+from shardstore.dict_utils import dotted, leaves, shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import Adoption
@@ -626,5 +626,22 @@ def read_matched(context: LoadContext, matched: Matched) -> StateDict:
             objects = {n: one for n, one in tensors.items() if isinstance(one, ShardedObject)}
             tensors = {n: one for n, one in tensors.items() if n not in objects}
             loaded = called(matched.for_common.load_sharded_objects, objects, context)
-    loaded = {**loaded, **called(matched.for_tensors.load, tensors, context)}
+    try:
+        loaded = {**loaded, **called(matched.for_tensors.load, tensors, context)}
+    except errors.MissingKeyError as error:
+        raise _explained(error, matched.common) from None
     return matched.wanted.merged(matched.common, loaded)
+
+
+def _explained(error: errors.MissingKeyError, common: StateDict) -> errors.MissingKeyError:
+    """Return the error for an array that is missing: another one if a common value has its name."""
+    tensors = {dotted(at) for at, one in leaves(common) if isinstance(one, torch.Tensor)}
+    if error.key not in tensors:
+        return error
+    return errors.MissingKeyError(
+        f"key {error.key!r} is a common value in {error.url}, and no array, because it was saved "
+        "as a plain tensor: give the load a plain tensor or a DTensor, without shard() and "
+        "ShardedTensor",
+        key=error.key,
+        url=error.url,
+    )

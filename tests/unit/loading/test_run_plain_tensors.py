@@ -184,3 +184,12 @@ def test_lbfgs_goes_on(tmp_path: Path) -> None:
     made.load_state_dict(found["optim"])
     assert len(made.state_dict()["state"][0]["al"]) == 10
     step(layer, made)
+
+
+def test_an_array_that_is_a_common_value_is_named_as_one(tmp_path: Path) -> None:
+    place = saved(tmp_path, "common values")
+    for asked, key in (({"w": torch.zeros(2)}, "w"), ({"inner": [torch.arange(3)]}, "inner.0")):
+        with pytest.raises(MissingKeyError, match=rf"'{key}' is a common value in .*without shard"):
+            shardstore.load(shardstore.shard(asked), place)
+    with pytest.raises(MissingKeyError, match="'step' is not in the checkpoint"):
+        shardstore.load(shardstore.shard({"step": torch.zeros(())}), place)
