@@ -366,7 +366,8 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         wanted = StateSplit(state, loading=True, adopt=adoption)
         needs_keys = bool(adoption.left) and (adoption.has_dtensors or are_adopted(wanted.found))
         if not wanted.has_shards:
-            require_loadable({dotted(at): one for at, one in wanted.others}, "the value")
+            others = {dotted(at): one for at, one in wanted.others}
+            require_loadable(others, "the value", refuse_meta=False)
         if request.replica_group is not None:
             group = read_group(request.replica_group, request.share_replicas, location)
         if not is_alone:
@@ -629,19 +630,21 @@ def read_matched(context: LoadContext, matched: Matched) -> StateDict:
     try:
         loaded = {**loaded, **called(matched.for_tensors.load, tensors, context)}
     except errors.MissingKeyError as error:
-        raise _explained(error, matched.common) from None
+        raise _explained(error, matched.common, context.stored.location.url) from None
     return matched.wanted.merged(matched.common, loaded)
 
 
-def _explained(error: errors.MissingKeyError, common: StateDict) -> errors.MissingKeyError:
+def _explained(
+    error: errors.MissingKeyError, common: StateDict, url: str
+) -> errors.MissingKeyError:
     """Return the error for an array that is missing: another one if a common value has its name."""
     tensors = {dotted(at) for at, one in leaves(common) if isinstance(one, torch.Tensor)}
     if error.key not in tensors:
         return error
     return errors.MissingKeyError(
-        f"key {error.key!r} is a common value in {error.url}, and no array, because it was saved "
+        f"key {error.key!r} is a common value in {url}, and no array, because it was saved "
         "as a plain tensor: give the load a plain tensor or a DTensor, without shard() and "
         "ShardedTensor",
         key=error.key,
-        url=error.url,
+        url=url,
     )

@@ -408,7 +408,9 @@ def _unpickled(records: Records, *, meta: bool = False) -> Any:
 # -- check before a save that values can be loaded -------------------------------------------------
 
 
-def require_loadable(value: object, what: str, *, refuse_classes: bool = True) -> None:
+def require_loadable(
+    value: object, what: str, *, refuse_classes: bool = True, refuse_meta: bool = True
+) -> None:
     """Check that :func:`load_bytes` can load a value again.
 
     Values of types that may fail are written and read again, in memory.
@@ -417,16 +419,17 @@ def require_loadable(value: object, what: str, *, refuse_classes: bool = True) -
         value: nested dicts, lists and tuples.
         what: name of the value in the error text.
         refuse_classes: refuse a class that ``load_bytes`` loads only if the program allows it.
+        refuse_meta: refuse tensors on the meta device, which have no values to save.
 
     Raises:
         CheckpointingException: a value cannot be loaded; the text names its path and type. It is a
             :class:`DTypeMismatchError` for a tensor.
     """
     doubtful = list(_doubtful(value, ()))
-    if not doubtful or _problem([found for _, found in doubtful]) is None:
+    if not doubtful or _problem([found for _, found in doubtful], refuse_meta) is None:
         return
     for path, found in doubtful:
-        if (error := _problem([found])) is not None:
+        if (error := _problem([found], refuse_meta)) is not None:
             kind, place = type(found), ".".join(map(str, path))
             is_refused = isinstance(error, _RefusedError)
             if is_refused and not refuse_classes:
@@ -470,14 +473,15 @@ def _is_plain_array(value: Any) -> bool:
     return is_numpy and type(value).__module__ == "numpy" and value.dtype.char in _NUMPY_CODES
 
 
-def _problem(values: Sequence[Any]) -> Exception | None:
+def _problem(values: Sequence[Any], refuse_meta: bool) -> Exception | None:
     """Return the error of writing values and reading them again; ``None`` if they are loaded with
     the same types."""
     try:
         for value in values:
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            is_meta = isinstance(value, torch.Tensor) and value.is_meta
+            if is_meta and refuse_meta:
                 raise TypeError("it is on the meta device, where tensors have no values")
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_meta:
                 if not dtypes.is_plain(value):
                     remedy = "dequantize(), or view(torch.uint8) for types below 8 bits, may help"
                     raise TypeError(f"its elements are not plain memory ({remedy})")

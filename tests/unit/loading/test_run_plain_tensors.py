@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,13 @@ def test_an_array_that_is_a_common_value_is_named_as_one(tmp_path: Path) -> None
             shardstore.load(shardstore.shard(asked), place)
     with pytest.raises(MissingKeyError, match="'step' is not in the checkpoint"):
         shardstore.load(shardstore.shard({"step": torch.zeros(())}), place)
+
+
+@pytest.mark.parametrize("wanted", [lambda t: t, lambda t: [t], lambda t: (1, t)])
+def test_tensors_without_values_are_given_those_that_are_stored(
+    tmp_path: Path, wanted: Callable[[torch.Tensor], Any]
+) -> None:
+    """As a model gives them that was built on the meta device."""
+    shardstore.save({"w": wanted(torch.ones(2))}, tmp_path / "c")
+    found: Any = shardstore.load({"w": wanted(torch.empty(2, device="meta"))}, tmp_path / "c")["w"]
+    assert (found if isinstance(found, torch.Tensor) else found[-1]).tolist() == [1, 1]
