@@ -76,7 +76,7 @@ def test_ranks_begin_in_the_surroundings_of_their_caller(
         assert one["blas"] == os.environ.get("OPENBLAS_NUM_THREADS")
         assert one["folder"] == os.getcwd()
         assert one["path"] == sys.path
-        assert one["seen"] == ["torch"]
+        assert one["seen"] == ["shardstore", "torch"]
     assert seen[0]["hash"] != seen[1]["hash"] or "PYTHONHASHSEED" in os.environ
 
 

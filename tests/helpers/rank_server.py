@@ -1,10 +1,11 @@
-"""Starts processes that have torch and zarr imported already: a rank costs a fork, no new Python.
+"""Starts processes that have torch, zarr and this package imported already: a rank costs a fork, no
+new Python.
 
-Run as a program this is the server: it imports what every rank needs, stays alone with one thread,
-and forks a process for each request. It knows neither shardstore nor TensorStore, which does not
-survive a fork: each process imports them itself, with the environment, the folder, the path of
-modules and the standard streams that the one who asked had at that moment. Such a process ends as
-any Python program does, its own ``atexit`` and the interpreter's end included.
+Run as a program this is the server: it imports what ranks need, stays alone with one thread, and
+forks a process for each request. It does not know TensorStore, which does not survive a fork. Each
+process has the environment, the folder, the path of modules and the standard streams that the one
+who asked had at that moment. Such a process ends as any Python program does, its own ``atexit`` and
+the interpreter's end included.
 
 There are two servers, and neighbouring processes come from different ones: what is forked from one
 shares its seed of hashes, and ranks must not agree because their sets happen to have one order.
@@ -28,13 +29,24 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
-# Nothing here may import TensorStore; what a rank must find unread in its environment neither.
+# Nothing here may import TensorStore. The import of this package was half of a small rank's time;
+# DTensors bring torch._dynamo, which takes a second.
 PRELOADED = (
     "hypothesis",
     "numpy",
     "pytest",
     "s3fs",
+    "shardstore.async_handle",
+    "shardstore.dcp",
+    "shardstore.hf.loading",
+    "shardstore.hf.writing",
+    "shardstore.inspection.opened",
+    "shardstore.manager",
+    "shardstore.megatron",
+    "shardstore.serialization",
+    "shardstore.strategies.zarr",
     "torch",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
@@ -98,7 +110,7 @@ class _Server:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, __file__, str(theirs.fileno())],
-                    env={**os.environ, **_ALONE},
+                    env={**os.environ, **_ALONE, "PYTHONPATH": os.pathsep.join(sys.path)},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )
@@ -155,7 +167,6 @@ def _serve(channel: socket.socket) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     assert "tensorstore" not in sys.modules
-    assert "shardstore" not in sys.modules
     assert (threads := _threads()) == 1, f"{threads} threads: a fork would not have them all"
     gc.freeze()
     # Ctrl-C is for those who run tests; this process ends with who started it.
