@@ -337,10 +337,7 @@ class StorageWriter(Placed, DcpStorageWriter):
         # stable, so chunks of one array keep their order.
         planned.writes.sort(key=lambda write: -write.array.chunk_bytes)
         arrays = zip(planned.arrays, map(_should_create_array, planned.tensors), strict=True)
-        attempt.put_beside(
-            files.taken(),
-            lambda: put_chunks(attempt, self.options, manifest, arrays, planned.writes),
-        )
+        put_chunks(attempt, self.options, manifest, arrays, planned.writes, files.taken())
         manifest.seconds = {"plan": start - self._current.started, "write": perf_counter() - start}
         report.manifest = manifest.to_bytes()
         if self.options.durable and self._current.begun is None:

@@ -247,9 +247,7 @@ class SaveSession:
             StorageError: the store failed.
         """
         with self.timed("write"):
-            self.attempt.put_beside(
-                self.files.taken(), lambda: self.mover.write(chunks, self._written)
-            )
+            self.mover.write(chunks, self._written, self.files.taken())
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -21,8 +21,9 @@ from testing.roads import Road, roads
 from tests.helpers.ranks_helper import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "life-of-a-save.md"
-MOST = {"save": 100, "load": 110}
+MOST = {"save": 99, "load": 110}
 """Functions of the package until the first byte of a chunk moves."""
+DEEPEST = 14
 
 
 @pytest.mark.parametrize("name", ["save", "load"])
@@ -37,6 +38,7 @@ def test_a_call_takes_the_steps_of_its_page(tmp_path: Path, name: str) -> None:
     assert [step for step in road.names if step in steps] == steps
     assert road.walks.total() <= 3, road.walks
     assert len(road.calls) <= MOST[name], road
+    assert road.depth <= DEEPEST, road
 
 
 def walks_of_dtensors(rank: int, world_size: int, folder: str) -> list[int]:

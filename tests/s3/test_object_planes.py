@@ -70,7 +70,12 @@ def test_objects_are_the_bytes_that_files_are(
     objects = Location.of(f"memory://{uuid.uuid4().hex}/c")
     records: list[dict[tuple[int, ...], ChunkRecord]] = [{}, {}]
     for mover, found in zip((Mover.of(files), Mover.of(objects)), records, strict=True):
-        mover.write(writes, lambda item, record, found=found: found.update({item.index: record}))
+        mover.write(
+            writes,
+            lambda item, record, found=found: found.update({item.index: record}),
+            [("common.pt", raw.tobytes()), ("w/zarr.json", b"{}")],
+        )
+        assert mover.location.read("common.pt") == raw.tobytes()
     assert records[0] == records[1]
     for name in files.listing("w"):
         assert files.read(f"w/{name}") == objects.read(f"w/{name}")

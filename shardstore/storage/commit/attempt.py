@@ -8,10 +8,12 @@ which the next attempt removes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
+from shardstore.storage.movers.chunks import SmallFiles
+from shardstore.storage.movers.mover import Mover
 from shardstore.storage.stores.location import Location
 
 
@@ -86,26 +88,20 @@ class Attempt(ABC):
             StorageError: the store failed.
         """
 
-    @abstractmethod
-    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+    def put_all(self, documents: SmallFiles) -> None:
         """Write small documents and objects of this attempt in parallel. Any rank may call it.
-
-        Args:
-            documents: names and contents.
 
         Raises:
             StorageError: the store failed, or a newer attempt owns the target.
         """
-
-    @abstractmethod
-    def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
-        """Write documents, see :meth:`put_all`, and chunks by ``work``, in the better order."""
+        if documents:
+            Mover.of(self.location, check=self.check).write((), lambda *_: None, documents)
 
     def flush(self) -> None:  # noqa: B027 (what a store acknowledged is durable)
         """Wait until everything that this rank wrote is durable."""
 
     @abstractmethod
-    def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
+    def commit(self, documents: SmallFiles, *, durable: bool) -> None:
         """Write the last documents. The last one of them commits the checkpoint. One process calls
         it.
 

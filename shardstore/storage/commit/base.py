@@ -27,7 +27,7 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.movers.chunk_bytes import pieces
-from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
+from shardstore.storage.movers.chunks import ChunkWrite, SmallFiles, WriteDone
 from shardstore.storage.movers.codecs import CRC, CRC_BYTES
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.runtime.counters import counters
@@ -97,7 +97,7 @@ class ReusingMover:
                 why,
             )
 
-    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone, files: SmallFiles = ()) -> None:
         """See :meth:`Mover.write`."""
         taken: dict[str, ChunkRecord] = {}
         options, base = self.mover.options, self.base
@@ -128,7 +128,7 @@ class ReusingMover:
             counters.add(bytes_reused=record.stored_bytes)
             self.manifest.reused_bytes += record.stored_bytes
             done(item, record)
-        self.mover.write(others, done)
+        self.mover.write(others, done, files)
 
     def _taken_over(self, item: ChunkWrite) -> ChunkRecord | None:
         """Link or copy a chunk if the base has an equal one, of an array with the same grid, data

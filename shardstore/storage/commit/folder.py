@@ -24,7 +24,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -39,10 +39,10 @@ from shardstore.storage.commit.inventory import (
     model_files,
     own_names,
 )
-from shardstore.storage.format.names import COMMITS, MODEL_COMMITS, key_of
-from shardstore.storage.movers.files import sync_file_system, write_file
+from shardstore.storage.format.names import COMMITS, MODEL_COMMITS
+from shardstore.storage.movers.chunks import SmallFiles
+from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.folder import LocalFolder, fsync, store_errors
 from shardstore.storage.stores.location import Location
 
@@ -104,28 +104,11 @@ class FolderAttempt(Attempt):
                 )
             time.sleep(POLL_S)
 
-    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        """See :meth:`Attempt.put_all`."""
-        folder = self.location.url
-
-        def work(batch: Sequence[tuple[str, bytes]]) -> None:
-            for name, data in batch:
-                key = key_of(name.rpartition("/")[0]) or None
-                with store_errors("writing", f"{folder}/{name}", key=key):
-                    write_file(f"{folder}/{name}", [[data]])
-
-        run_batched(documents, work, batch_weight=64)
-
-    def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
-        """Write one after the other, because threads that create small files hold each other up."""
-        work()
-        self.put_all(documents)
-
     def flush(self) -> None:
         """Wait until everything that this rank wrote is on the disk."""
         sync_file_system(self.location)
 
-    def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
+    def commit(self, documents: SmallFiles, *, durable: bool) -> None:
         """Write the last documents in order, and move the attempt to its target in one atomic step.
         One process calls it.
 

@@ -31,7 +31,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -60,11 +60,11 @@ from shardstore.storage.commit.inventory import (
     remains,
 )
 from shardstore.storage.format.names import DCP_METADATA_NAME, MANIFEST_NAME
+from shardstore.storage.movers.chunks import SmallFiles
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.errors import is_refusal
 from shardstore.storage.stores.location import Location
-from shardstore.storage.stores.object_io import Create, run_requests
 from shardstore.storage.stores.prefix import ObjectPrefix
 
 SETTLE_S = 30.0
@@ -162,22 +162,9 @@ class ObjectAttempt(Attempt):
         text = json.dumps(sorted(set(nodes))).encode()
         self.target.remote.write(self.mark(f"nodes-{rank}.json"), text)
 
-    def put_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        """See :meth:`Attempt.put_all`. Replace objects of older attempts."""
-        if documents:
-            io, url = self.target.io(), self.target.url
-            run_requests(
-                io, (Create(io, url, name, [data], self.check) for name, data in documents)
-            )
-
-    def put_beside(self, documents: Sequence[tuple[str, bytes]], work: Callable[[], None]) -> None:
-        """See :meth:`Attempt.put_beside`."""
-        jobs = [partial(self.put_all, documents)] if documents else []
-        run_together(*jobs, work)
-
     # -- commit --------------------------------------------------------------------------------
 
-    def commit(self, documents: Sequence[tuple[str, bytes]], *, durable: bool) -> None:
+    def commit(self, documents: SmallFiles, *, durable: bool) -> None:
         """Write the last documents. The conditional PUT of the last one is the commit.
 
         Args:

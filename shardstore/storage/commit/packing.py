@@ -14,7 +14,7 @@ from typing import Protocol
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.packs import MOST_BYTES
-from shardstore.storage.movers.chunks import ChunkWrite, WriteDone
+from shardstore.storage.movers.chunks import ChunkWrite, SmallFiles, WriteDone
 from shardstore.storage.movers.codecs import EncodedChunk
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.counters import counters
@@ -29,7 +29,7 @@ def most_bytes(options: SaveOptions) -> int:
 class ChunkWriter(Protocol):
     """What writes whole chunks."""
 
-    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone, files: SmallFiles = ()) -> None:
         """See :meth:`Mover.write`."""
 
 
@@ -51,7 +51,7 @@ class PackingMover:
     options: SaveOptions
     loose: int = 0
 
-    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone, files: SmallFiles = ()) -> None:
         """See :meth:`Mover.write`."""
         others, most = list[ChunkWrite](), most_bytes(self.options)
         for item in writes:
@@ -65,7 +65,7 @@ class PackingMover:
             if size >= most:
                 write_pack(self.attempt, self.manifest)
         pack = self.manifest.close_pack(self.loose)
-        self.attempt.put_beside([pack] if pack else [], lambda: self.mover.write(others, done))
+        self.mover.write(others, done, [*files, pack] if pack else files)
 
 
 def write_pack(attempt: Attempt, manifest: RankManifest, *, from_bytes: int = 0) -> bool:

@@ -21,7 +21,7 @@ from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest, content_digest
 from shardstore.storage.format.merge import Merged, joined, merge
 from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, check_collisions
-from shardstore.storage.movers.chunks import ChunkWrite
+from shardstore.storage.movers.chunks import ChunkWrite, SmallFiles
 from shardstore.storage.movers.codecs import constant_record
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
@@ -135,6 +135,7 @@ def put_chunks(
     manifest: RankManifest,
     metas: Iterable[tuple[ArrayMeta, bool]],
     writes: Sequence[ChunkWrite],
+    files: SmallFiles = (),
 ) -> None:
     """Write chunks into an attempt and record them. Each writer calls it for its own chunks.
 
@@ -144,6 +145,7 @@ def put_chunks(
         manifest: receives one row per chunk.
         metas: the arrays of ``writes``, and whether this writer creates them.
         writes: whole chunks.
+        files: further files, which are in the manifest.
 
     Raises:
         StorageError: the store failed.
@@ -157,7 +159,7 @@ def put_chunks(
     mover: ChunkWriter = Mover.of(attempt.location, options, attempt.check)
     if options.pack:
         mover = PackingMover(mover, attempt, manifest, options)
-    mover.write(writes, done)
+    mover.write(writes, done, files)
     write_pack(attempt, manifest)
 
 

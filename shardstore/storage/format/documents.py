@@ -116,7 +116,7 @@ class ArrayMeta:
     @property
     def chunk_bytes(self) -> int:
         """Size of a decoded chunk in bytes."""
-        return math.prod(self.grid.chunk_shape) * dtypes.itemsize(self.dtype)
+        return math.prod(self.grid.chunk_shape) * dtypes.ITEMSIZES[self.dtype]
 
     def expected_crc(self, number: int) -> int | None:
         """Return the crc32c of a decoded chunk from the commit; ``None`` if the commit has none.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_ITEMSIZES = {
+ITEMSIZES = {
     "bool": 1,
     **{f"{kind}{8 * size}": size for kind in ("int", "uint") for size in (1, 2, 4, 8)},
     **{f"float{8 * size}": size for size in (2, 4, 8)},
@@ -36,21 +36,21 @@ _ITEMSIZES = {
     "complex128": 16,
 }
 """Data types that can be stored, and the size of an element in bytes."""
-_KNOWN = ", ".join(_ITEMSIZES)
+_KNOWN = ", ".join(ITEMSIZES)
 
-_FOREIGN = frozenset(n for n in _ITEMSIZES if n.startswith(("bfloat16", "float8", "float4")))
+_FOREIGN = frozenset(n for n in ITEMSIZES if n.startswith(("bfloat16", "float8", "float4")))
 """Types that NumPy lacks. Zarr v2 documents contain their names instead of NumPy type codes."""
 
 PACKED = frozenset({"float4_e2m1fn_x2"})
 """Types with several numbers in an element. torch does not convert them to others. For NumPy they
 are structured types with one field, which has the same name."""
-_FIELDS = {name: [(name, f"u{_ITEMSIZES[name]}")] for name in PACKED}
+_FIELDS = {name: [(name, f"u{ITEMSIZES[name]}")] for name in PACKED}
 _NAMES = {str(fields): name for name, fields in _FIELDS.items()}
 
 
 def names() -> tuple[str, ...]:
     """Return the Zarr names of all data types that can be stored."""
-    return tuple(_ITEMSIZES)
+    return tuple(ITEMSIZES)
 
 
 @cache
@@ -64,7 +64,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     # of NumPy is another one.
     name = str(dtype).removeprefix("torch.")
     name = _NAMES.get(name, name)
-    if name not in _ITEMSIZES:
+    if name not in ITEMSIZES:
         raise DTypeMismatchError(
             f"data type {dtype} cannot be stored as a Zarr array; convert the tensor to one of: "
             f"{_KNOWN} (types below 8 bits: view(torch.uint8))"
@@ -74,7 +74,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
 
 def check(name: object, url: str | None = None) -> None:
     """Raise :class:`DTypeMismatchError` unless ``name`` is the Zarr name of a known data type."""
-    if not isinstance(name, str) or name not in _ITEMSIZES:
+    if not isinstance(name, str) or name not in ITEMSIZES:
         raise DTypeMismatchError(
             f"{url or 'an array'} has data type {name!r}, which this version does not read; known: "
             f"{_KNOWN}",
@@ -123,7 +123,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def itemsize(name: str) -> int:
     """Return the size of an element in bytes. Raise errors as :func:`numpy_dtype`."""
     try:
-        return _ITEMSIZES[name]
+        return ITEMSIZES[name]
     except (KeyError, TypeError):  # a name of another type
         check(name)
         raise
@@ -197,7 +197,7 @@ def v2_dtype_name(code: object, url: str | None = None) -> str:
         # NumPy parses a small language: "1/0", "(2,".
         with suppress(TypeError, ValueError, SyntaxError):
             found = str(np.dtype(code).newbyteorder("="))
-            name = found if found in _ITEMSIZES else code
+            name = found if found in ITEMSIZES else code
     check(name, url)
     return cast("str", name)
 

@@ -22,6 +22,8 @@ from shardstore.storage.format.manifest import ChunkRecord, Manifest
 Source = NDArray[Any] | Callable[[], NDArray[Any]]
 FEW_CUTS = 16
 
+SmallFiles = Sequence[tuple[str, bytes]]
+"""Names below a location, and contents, of files that are no chunks."""
 WriteDone = Callable[["ChunkWrite", ChunkRecord], None]
 """Callback that receives each written chunk."""
 GetManifest = Callable[[], Manifest | None]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format.documents import CRC32C, ArrayMeta
+from shardstore.storage.format.names import key_of
 from shardstore.storage.movers.chunk_bytes import (
     IO_BYTES,
     SCRATCH_BYTES,
@@ -32,7 +33,14 @@ from shardstore.storage.movers.chunk_bytes import (
     scratch,
     view_in_chunk,
 )
-from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
+from shardstore.storage.movers.chunks import (
+    ChunkPart,
+    ChunkWrite,
+    GetManifest,
+    ReadDone,
+    SmallFiles,
+    WriteDone,
+)
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FileBox, Slab
@@ -57,6 +65,7 @@ WRITEBACK_FROM = 1024 * 1024
 """Smaller files wait for the one sync at the end, which writes neighbouring files together."""
 WRITE_BATCH_BYTES, READ_BATCH_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
 """Bytes of the chunks in a thread's batch."""
+FILES_IN_BATCH = 64
 SLAB_BATCH_BYTES = 4 * 1024 * 1024
 MAPPED_RUN_BYTES = 16 * 1024
 """Contiguous runs below this size are copied from a mapping, which is faster than a call each."""
@@ -68,9 +77,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class FolderMover(Mover):
     """Moves chunks between memory and a folder."""
 
-    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
-        """Write chunks, see :meth:`Mover.write`. If a sync follows (``durable``), the writeback to
-        the disk starts at once."""
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone, files: SmallFiles = ()) -> None:
+        """See :meth:`Mover.write`. If a sync follows (``durable``), the writeback of large chunks
+        starts at once. Small files come after them: threads that create files hold each other up.
+        """
         root, lock = self.location.url, threading.Lock()
 
         def work(batch: Sequence[ChunkWrite]) -> None:
@@ -90,6 +100,12 @@ class FolderMover(Mover):
                     done(item, record)
             counters.add(bytes_written=size, chunks_written=len(batch))
 
+        def put(batch: SmallFiles) -> None:
+            for name, data in batch:
+                key = key_of(name.rpartition("/")[0]) or None
+                with store_errors("writing", f"{root}/{name}", key=key):
+                    write_file(f"{root}/{name}", [[data]])
+
         run_batched(
             writes,
             work,
@@ -97,6 +113,7 @@ class FolderMover(Mover):
             weight=lambda item: item.array.chunk_bytes,
             batch_weight=WRITE_BATCH_BYTES,
         )
+        run_batched(files, put, threads=self.options.threads, batch_weight=FILES_IN_BATCH)
 
     def read_parts(self, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone) -> None:
         """Read parts of chunks, see :meth:`Mover.read_parts`."""

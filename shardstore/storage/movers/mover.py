@@ -25,6 +25,7 @@ from shardstore.storage.movers.chunks import (
     GetManifest,
     ReadDone,
     RegionRead,
+    SmallFiles,
     WriteDone,
     chunk_parts,
 )
@@ -67,8 +68,9 @@ class Mover(ABC):
         return Mover.kinds[type(location)](location, options, check)
 
     @abstractmethod
-    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
-        """Write whole chunks. Call ``done`` for each chunk, from any thread, one call at a time.
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone, files: SmallFiles = ()) -> None:
+        """Write whole chunks and other files, in the better order. Call ``done`` for each chunk,
+        from any thread, one call at a time.
 
         Raises:
             StorageError: the store refused. The mover starts no further write and waits for the

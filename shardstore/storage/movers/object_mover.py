@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,11 +24,18 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers import codecs, ranges
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk, view_in_chunk
-from shardstore.storage.movers.chunks import ChunkPart, ChunkWrite, GetManifest, ReadDone, WriteDone
+from shardstore.storage.movers.chunks import (
+    ChunkPart,
+    ChunkWrite,
+    GetManifest,
+    ReadDone,
+    SmallFiles,
+    WriteDone,
+)
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.runtime.counters import counters
-from shardstore.storage.runtime.parallel import run_batched
+from shardstore.storage.runtime.parallel import run_batched, run_together
 from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
@@ -52,9 +60,9 @@ class ObjectMover(Mover):
 
     location: ObjectPrefix
 
-    def write(self, writes: Sequence[ChunkWrite], done: WriteDone) -> None:
-        """Write chunks as objects, see :meth:`Mover.write`. A chunk larger than the memory budget
-        transfers alone."""
+    def write(self, writes: Sequence[ChunkWrite], done: WriteDone, files: SmallFiles = ()) -> None:
+        """Write chunks and files as objects, see :meth:`Mover.write`. A chunk larger than the
+        memory budget transfers alone. Objects of older attempts are replaced."""
         lock = threading.Lock()
 
         def written(item: ChunkWrite, record: ChunkRecord) -> None:
@@ -62,9 +70,17 @@ class ObjectMover(Mover):
             with lock:
                 done(item, record)
 
+        jobs = list[Callable[[], None]]()
+        if files:
+            io, url = self.location.io(), self.location.url
+            puts = [Create(io, url, name, [data], self.check) for name, data in files]
+            jobs.append(partial(run_requests, io, puts))
         if writes:
             lane = _Lane(self, {item.array.chunk_bytes for item in writes}, of_puts=True)
-            lane.run(_Put(item, lane, self.check, written) for item in writes)
+            jobs.append(
+                partial(lane.run, (_Put(item, lane, self.check, written) for item in writes))
+            )
+        run_together(*jobs)
 
     def read_parts(self, parts: Sequence[ChunkPart], manifest: GetManifest, done: ReadDone) -> None:
         """Read parts of chunks from objects, see :meth:`Mover.read_parts`. Whole chunks are also
