@@ -315,6 +315,10 @@ class _Loading:
             wanted = with_destinations(wanted, self.call.device)
         tensors = [cast(mapping.ShardedTensor, t) for t in wanted.values()]
         tensors = [t for t in tensors if t.key not in match.tied]
+        for tensor in tensors if self.call.cast and self.call.dequantize is not None else ():
+            if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+                # A cast would give the values without their scales.
+                _refuse_unscaled(match.sources[tensor.key], files, tensor.key)
         arrays = {k: array_of_one_chunk(k, s.shape, s.dtype) for k, s in match.sources.items()}
         try:
             plan = plan_reads(tensors, arrays, files.location.url, cast=self.call.cast)
@@ -428,12 +432,13 @@ def _memory(entry: Any) -> object:
 
 
 def _refuse_unscaled(source: SourceTensor, files: WeightFiles, key: str) -> None:
-    """Raise an error that advises no cast if the scales of a quantised tensor lie beside it."""
+    """Raise an error that advises no cast if the scales of a quantised tensor lie beside it and are
+    not applied."""
     for name in source.keys:
         ends = (*SCALE_SUFFIXES, ".scale", ".absmax", ".SCB")
         beside = [one + end for one in (name, name.removesuffix(".weight")) for end in ends]
         found = next((scales for scales in beside if scales in files.arrays), None)
-        if found and files.arrays[name].dtype.startswith(("float8", "int8", "uint8")):
+        if found and source.dtype.startswith(("float8", "int8", "uint8")):
             raise DTypeMismatchError(
                 f"key {key!r} is stored as {source.dtype} in {files.location.url}, and its scales "
                 f"as {found!r}: load both as they are stored, and apply the scales. dequantize= "

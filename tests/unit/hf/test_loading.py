@@ -25,6 +25,7 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
+from shardstore.hf.rules import concat
 from shardstore.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -346,6 +347,32 @@ def test_no_cast_is_advised_where_scales_lie_beside(
     kept = torch.zeros(4, 4, dtype=dtype)
     hf.load({"l.weight": kept}, tmp_path, dequantize=None)
     assert torch.equal(kept.float(), stored.float())
+
+
+@pytest.mark.parametrize("cast", [True, "warn"])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float8_e4m3fn, "l.scale"),
+        (torch.float8_e5m2, "l.weight.scale"),
+        (torch.int8, "l.weight_scale"),
+        (torch.int8, "l.SCB"),
+        (torch.uint8, "l.weight.absmax"),
+    ],
+)
+def test_no_cast_leaves_out_scales_that_lie_beside(
+    tmp_path: Path, dtype: torch.dtype, scale: str, cast: Any
+) -> None:
+    stored = torch.ones(4, 4).to(dtype)
+    save_file({"l.weight": stored, scale: torch.full((4,), 0.5)}, tmp_path / "m.safetensors")
+    both = {"x": concat("l.weight", "l.weight")}
+    for state, rules in (({"l.weight": torch.zeros(4, 4)}, None), ({"x": torch.zeros(8, 4)}, both)):
+        with pytest.raises(DTypeMismatchError, match=re.escape(repr(scale))):
+            hf.load(state, tmp_path, rules=rules, cast=cast)
+        assert not any(tensor.any() for tensor in state.values())
+    values = torch.zeros(4, 4)
+    hf.load({"l.weight": values}, tmp_path, dequantize=None, cast=cast)
+    assert values.unique().tolist() == [1]
 
 
 def test_only_the_scales_of_the_blocks_are_read(quantised: tuple[Path, torch.Tensor]) -> None:
