@@ -197,6 +197,11 @@ class FolderPlace:
 
     def begin(self, layout: FileLayout) -> str:
         """Begin an attempt, and create the files with their headers and full sizes."""
+        if folder.is_taken(self._target):
+            raise self._target.error(
+                " holds a checkpoint, which a model does not replace; save the model elsewhere",
+                CheckpointExistsError,
+            )
         commits = (*COMMITS, *MODEL_COMMITS)
         self._attempt = folder.begin(self._target, self._options, commits)
         FolderFiles(self._attempt.location.url).create(layout)

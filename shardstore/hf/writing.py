@@ -101,7 +101,8 @@ def save(
         files: paths of files to add, such as ``config.json`` and those of the tokenizer, or
             name -> content. Only those of the first rank count.
         overwrite: replace the model at the place. On a disk it stays until the new one takes its
-            place; in an object store it is deleted first. Other files stay.
+            place; in an object store it is deleted first. Other files stay. A checkpoint is not
+            replaced.
         durable: wait until everything is on the disk.
         storage_options: options of the object store, see :func:`shardstore.save`.
         process_group: the ranks that hold the model; default: all.
@@ -111,7 +112,7 @@ def save(
     does.
 
     Raises:
-        CheckpointExistsError: the place holds a model or a checkpoint, and ``overwrite`` was not
+        CheckpointExistsError: the place holds a checkpoint, or a model and ``overwrite`` was not
             given.
         AccessPatternError: an element is on no rank, or in different shards.
         DTypeMismatchError: safetensors lacks a data type.

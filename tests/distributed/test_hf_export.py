@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -341,6 +342,26 @@ def test_a_model_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
     assert (tmp_path / "m" / "config.json").read_text() == "new"
     assert (tmp_path / "m" / "README.md").read_text() == "mine"
     assert os.listdir(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("kind", ["shardstore", "dcp"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_no_model_replaces_a_checkpoint(tmp_path: Path, kind: str, overwrite: bool) -> None:
+    """The export of a model leaves the optimizer out, so the checkpoint would be lost."""
+    place = tmp_path / "step-1"
+    if kind == "dcp":
+        dcp.save(MODEL, checkpoint_id=place, no_dist=True)
+    else:
+        shardstore.save(shardstore.shard(MODEL), place)
+    before = sorted(path.relative_to(place) for path in place.rglob("*"))
+    with pytest.raises(CheckpointExistsError, match="save the model elsewhere") as caught:
+        hf.save(MODEL, place, overwrite=overwrite)
+    assert "overwrite" not in str(caught.value)
+    if kind == "shardstore":
+        with pytest.raises(CheckpointExistsError, match="save the model elsewhere"):
+            hf.export(place, place, overwrite=overwrite)
+    assert sorted(path.relative_to(place) for path in place.rglob("*")) == before
+    assert os.listdir(tmp_path) == ["step-1"]
 
 
 @pytest.mark.parametrize("store", ["folder", "memory", "s3"])
