@@ -79,6 +79,12 @@ def _of_hub(name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, An
         revision, inner = f"refs/{ref}/{number}", "/".join(filter(None, names))
     if not owner or not repository:
         raise ArgumentError(f"'hf://{name:.100}' names no model; give hf://org/model@revision")
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if (value := os.environ.get(variable, "")).upper() in ("1", "ON", "YES", "TRUE"):
+            raise ArgumentError(
+                f"{variable}={value} forbids to ask the Hub for hf://{name:.100}; give the path of "
+                "its folder, such as HF_HOME/hub/models--ORG--MODEL/snapshots/REVISION"
+            )
     endpoint = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     given = dict(options)
     asked = given.pop("token", None)
@@ -99,6 +105,7 @@ def _of_hub(name: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, An
 
 def _kept_token() -> str:
     """Return the token that ``hf auth login`` keeps; empty without one."""
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
     path = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""

@@ -272,6 +272,35 @@ def hub(web: RangeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ra
     return web
 
 
+@pytest.mark.parametrize("how", ["HF_TOKEN_PATH", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
+def test_the_token_is_found_where_the_hub_keeps_it(
+    hub: RangeServer, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """huggingface_hub documentation, "Environment variables"."""
+    for name in ("HF_TOKEN_PATH", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    kept = {"XDG_CACHE_HOME": "huggingface/token", "HOME": ".cache/huggingface/token"}
+    path = tmp_path / "of" / kept.get(how, "token")
+    path.parent.mkdir(parents=True)
+    path.write_text(SECRET)
+    monkeypatch.setenv(how, str(path if how == "HF_TOKEN_PATH" else tmp_path / "of"))
+    found = state()
+    hf.load(found, "hf://org/tiny")
+    require_loaded(found)
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_the_hub_is_not_asked_offline(
+    hub: RangeServer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ArgumentError, match=rf"{name}=1.*hf://org/tiny.*snapshots"):
+        hf.load(state(), "hf://org/tiny")
+    monkeypatch.setenv(name, "0")
+    hf.load(state(), "hf://org/tiny")
+
+
 @pytest.mark.parametrize("how", ["option", "variable", "file"])
 def test_a_model_of_the_hub(
     hub: RangeServer, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
