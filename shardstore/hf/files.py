@@ -268,6 +268,9 @@ def _header_of(folder: Location, name: str) -> tuple[int, bytes]:
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         path = f"{folder.url}/{name}"
+        if start.startswith(b"version https://git-lfs"):
+            text = f"{path} is a pointer of Git LFS to the file; run `git lfs pull` in its folder"
+            raise errors.DamagedCheckpointError(text, url=path)
         raise damaged(path, f"a header of {length} bytes in a file of {size}")
     more = read_bytes(folder, name, len(start), 8 + length) if len(start) < 8 + length else b""
     return size, (start + more)[8 : 8 + length]

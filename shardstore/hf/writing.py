@@ -282,7 +282,8 @@ def _content(path: str) -> bytes:
     folder, _, name = path.rpartition("/")
     data = Location.of(folder or "/").read_if_there(name)
     if data is None:
-        raise errors.ArgumentError(f"files names {path}, which does not exist")
+        what = "is a folder; give its files" if os.path.isdir(path) else "does not exist"
+        raise errors.ArgumentError(f"files names {path}, which {what}")
     return data
 
 

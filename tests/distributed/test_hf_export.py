@@ -411,6 +411,7 @@ def test_a_model_in_a_store_is_replaced(s3_server: S3Server) -> None:
         ({"files": {"a": 3}}, "name -> text or bytes"),
         ({"files": {3: "a"}}, "the name 3"),
         ({"files": ["missing.json"]}, "missing.json, which does not exist"),
+        ({"files": ["/dev"]}, "/dev, which is a folder; give its files"),
         ({"files": {"../x": ""}}, "'../x'"),
         ({"files": {"zarr.json": ""}}, "'zarr.json'"),
         ({"names": lambda _: None}, "no rank has a tensor"),

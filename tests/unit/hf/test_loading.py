@@ -574,6 +574,17 @@ def test_hostile_header_lengths_are_errors(tmp_path: Path, length: int) -> None:
         hf.load({"w": torch.zeros(4, 6)}, tmp_path)
 
 
+def test_a_pointer_of_git_lfs_is_told_with_the_remedy(tmp_path: Path) -> None:
+    """A clone without Git LFS holds pointers in the place of the files."""
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9000\n"
+    path = tmp_path / "model.safetensors"
+    path.write_text(text)
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors .*git lfs pull"):
+        hf.load(zeros(), tmp_path)
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors .*git lfs pull"):
+        convert(path, tmp_path / "out")
+
+
 def test_unknown_data_types_are_errors(tmp_path: Path) -> None:
     put_file(tmp_path / "m.safetensors", {"w": entry([4, 6], 0, 96, "F33")}, 96)
     with pytest.raises(DTypeMismatchError, match=r"'w' of .*m\.safetensors.*'F33'"):
