@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -286,7 +287,8 @@ def _own_entries(place: Location) -> set[str]:
 
 def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMITS) -> FolderAttempt:
     """Begin an attempt at a target. Only the coordinator calls it. ``commits`` are the names of the
-    documents that tell that it is taken.
+    documents that tell that it is taken. The attempt has the mode and the group of an existing
+    folder, which it replaces.
 
     Raises:
         CheckpointExistsError: the target is a file, or holds a checkpoint and ``overwrite`` is
@@ -304,6 +306,10 @@ def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMIT
     try:
         with store_errors("creating", attempt.location.url):
             os.makedirs(attempt.location.url)
+            with contextlib.suppress(OSError):  # there is none, or it has another user's group
+                there = os.stat(target.url)
+                os.chmod(attempt.location.url, 0o700 | stat.S_IMODE(there.st_mode))
+                os.chown(attempt.location.url, -1, there.st_gid)
             Path(attempt.location.url, OWNER_NAME).write_text(last)
     except BaseException:
         attempt.abandon()

@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -115,6 +116,27 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     target.mkdir()
     save(target, "one")
     assert content(target) == checkpoint("one")
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o2770, 0o777])
+def test_an_existing_folder_keeps_its_mode_and_its_group(tmp_path: Path, mode: int) -> None:
+    target = tmp_path / "c"
+    target.mkdir()
+    group = 4242 if os.getuid() == 0 else [os.getgid(), *os.getgroups()][-1]
+    os.chown(target, -1, group)
+    target.chmod(mode)
+    attempt = begin(Location.of(target), SaveOptions())
+    for text, now in (("one", attempt), ("two", None)):
+        now = now or begin(Location.of(target), SaveOptions(overwrite=True))
+        fill(now, text)
+        for folder in (Path(now.location.url), target):
+            about = folder.stat()
+            assert (stat.S_IMODE(about.st_mode), about.st_gid) == (mode, group)
+        now.commit([], durable=False)
+        now.abandon()
+    about = target.stat()
+    assert (stat.S_IMODE(about.st_mode), about.st_gid) == (mode, group)
+    assert content(target)["w/c.0"] == "two"
 
 
 def test_an_existing_checkpoint_is_refused(tmp_path: Path) -> None:
