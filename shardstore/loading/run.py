@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -233,6 +234,7 @@ def run_load(request: LoadRequest) -> Loaded:
             with torch.inference_mode():  # which also changes the tensors that it made
                 _fill(matched, opened.adoption.left, loaded)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
+        _tell_of_arrays(request, context, matched, loaded)
     if ranks.is_coordinator:
         seconds = perf_counter() - started
         log_event(
@@ -291,6 +293,28 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
             "data type or layout, or the tensors share memory; the result has the stored values"
         )
         logger.warning(text, len(kept), [dotted(path) for path in kept[:SHOWN]])
+
+
+def _tell_of_arrays(
+    request: LoadRequest, context: LoadContext, matched: Matched, loaded: StateDict
+) -> None:
+    """Log a warning of stored arrays in whose places, or above them, the state dict has a value
+    that is no tensor, and the result nothing."""
+    lost = {dotted(at) for at, _ in matched.wanted.others if _at(loaded, at) is _NOTHING}
+    strict_tells = request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED
+    if strict_tells or not lost or not are_adopted(matched.wanted.found):  # else keys are no paths
+        return
+    arrays = called(matched.for_tensors.load_tensors_metadata, context)
+    above = ((key, accumulate(key.split("."), "{}.{}".format)) for key in arrays)
+    if found := sorted(key for key, names in above if not lost.isdisjoint(names)):
+        logger.warning(
+            "%d array(s) of %s are not loaded, such as %s: the state dict of rank %d has a value "
+            "that is no tensor in their places; give a tensor of the stored shape there",
+            len(found),
+            context.stored.location.url,
+            found[:SHOWN],
+            request.ranks.rank,
+        )
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

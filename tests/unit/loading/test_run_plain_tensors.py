@@ -148,6 +148,25 @@ def test_beside_megatron_s_types_plain_tensors_are_those_of_the_checkpoint(tmp_p
     assert "new" not in found
 
 
+@pytest.mark.parametrize("given", [{"o": {"lr": 0.5, "m": None}}, {"o": [0.5, None]}, {"o": None}])
+def test_arrays_in_the_places_of_other_values_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any]
+) -> None:
+    """As a learning rate that was a tensor, or a state that a new optimizer does not have yet."""
+    tensors = {"lr": torch.tensor(0.1), "m": torch.ones(2)}
+    inner = list(tensors.values()) if isinstance(given["o"], list) else tensors
+    shardstore.save(shardstore.shard({"o": inner, "w": torch.ones(1)}), tmp_path / "c")
+    shardstore.load({**given, "w": torch.zeros(1)}, tmp_path / "c")
+    (text,) = caplog.messages
+    names = [f"o.{n}" for n in (range(2) if isinstance(inner, list) else inner)]
+    assert str(names) in text
+    assert str(tmp_path / "c") in text
+    caplog.clear()
+    shardstore.load({"new": 5, "w": torch.zeros(1)}, tmp_path / "c")
+    shardstore.load({**given, "w": torch.zeros(1)}, tmp_path / "c", strict="ignore_all")
+    assert not caplog.messages
+
+
 def test_a_list_keeps_its_positions(tmp_path: Path) -> None:
     """As the lists of LBFGS, of which a new optimizer has fewer tensors."""
     one = torch.ones(1)
