@@ -304,7 +304,9 @@ def _tell_of_arrays(
     strict_tells = request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED
     if strict_tells or not lost or not are_adopted(matched.wanted.found):  # else keys are no paths
         return
-    arrays = called(matched.for_tensors.load_tensors_metadata, context)
+    arrays: ShardedStateDict = {}
+    with suppress(NotImplementedError, errors.CheckpointingException):  # of another program
+        arrays = called(matched.for_tensors.load_tensors_metadata, context)
     above = ((key, accumulate(key.split("."), "{}.{}".format)) for key in arrays)
     if found := sorted(key for key, names in above if not lost.isdisjoint(names)):
         logger.warning(

@@ -12,6 +12,7 @@ import torch
 import shardstore
 from shardstore.errors import ArgumentError, MissingKeyError
 from shardstore.mapping import ShardedTensor
+from shardstore.strategies.zarr import ZarrLoadShardedStrategy
 
 
 def saved(tmp_path: Path, how: str) -> Path:
@@ -165,6 +166,23 @@ def test_arrays_in_the_places_of_other_values_are_told(
     shardstore.load({"new": 5, "w": torch.zeros(1)}, tmp_path / "c")
     shardstore.load({**given, "w": torch.zeros(1)}, tmp_path / "c", strict="ignore_all")
     assert not caplog.messages
+
+
+class _ListsNothing(ZarrLoadShardedStrategy):
+    """As a strategy of a program that never lists what is stored."""
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_strategy_that_does_not_list_its_tensors_loads_without_the_warning(
+    tmp_path: Path,
+) -> None:
+    shardstore.save(shardstore.shard({"w": torch.ones(1)}), tmp_path / "c")
+    shards = shardstore.shard({"w": torch.zeros(1)})
+    strategy = _ListsNothing()
+    found = shardstore.load({**shards, "new": 5}, tmp_path / "c", sharded_strategy=strategy)
+    assert found == {"w": torch.ones(1)}
 
 
 def test_a_list_keeps_its_positions(tmp_path: Path) -> None:
