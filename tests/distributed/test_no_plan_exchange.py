@@ -38,10 +38,10 @@ def _told(rank: int, world: int, folder: str, tensors: int, flat: bool) -> tuple
         told += 0 if written else len(report) + len(answer)
         return answer
 
-    def writing(mover: FolderMover, writes: Any, done: Any) -> None:
+    def writing(mover: FolderMover, writes: Any, *others: Any) -> None:
         nonlocal written
         written = written or bool(writes)
-        write(mover, writes, done)
+        write(mover, writes, *others)
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective of torch's")

@@ -110,7 +110,7 @@ class WritesOne:
         self._session = session
         self._stop = stop
 
-    def write(self, writes: Sequence[ChunkWrite], done: Callable[..., None]) -> None:
+    def write(self, writes: Sequence[ChunkWrite], done: Callable[..., None], _: object) -> None:
         record = ChunkRecord(0, 0, b"\0" * 16, [])
         writes[0].data()
         self._stop(self._session)
