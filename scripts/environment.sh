@@ -92,6 +92,16 @@ begin_environment() {
     make_venv "$python" "$env_dir"
 }
 
+# put_over VENV BASE: gives VENV, of the same Python, the packages of BASE too, where it lacks them.
+put_over() {
+    # addsitedir follows the links of BASE, such as to an editable installation.
+    echo "import site; site.addsitedir('$(packages_of "$2")')" >"$(packages_of "$1")/base.pth"
+}
+
+packages_of() {
+    "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
 finish_environment() {
     echo "$env_wanted" >"$env_dir/.complete"
 }
