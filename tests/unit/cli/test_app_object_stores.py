@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 
 import shardstore
-from shardstore.mapping import ShardedTensor
 from testing.s3_servers import S3Server
 from tests.helpers.cli_checkpoints import Cli, values
 
 
 def test_all_commands_over_s3(
-    s3_server: S3Server, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    s3_server: S3Server, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = s3_server.new_bucket()
     url = f"s3://{bucket}/run/step-1"
-    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values().items()}
-    shardstore.save({**state, "step": 1}, url, storage_options=s3_server.storage_options)
+    state = shardstore.shard({**values(), "step": 1})
+    shardstore.save(state, url, storage_options=s3_server.storage_options)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
 
@@ -29,16 +28,9 @@ def test_all_commands_over_s3(
     assert cli("diff", url, url).code == 0
 
     client = s3_server.client()
-    key = "run/step-1/layers.0.weight/c.0.0"
-    body = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
-    body[5] ^= 1
-    client.put_object(Bucket=bucket, Key=key, Body=bytes(body))
     client.delete_object(Bucket=bucket, Key="run/step-1/counts/c.0")
-    found = cli("verify", "--json", url).json["findings"]
-    assert {(f["kind"], f["key"], f["rank"]) for f in found} == {
-        ("chunk-crc", "layers.0.weight", 0),
-        ("chunk-missing", "counts", 0),
-    }
+    (found,) = cli("verify", "--json", url).json["findings"]
+    assert (found["kind"], found["key"], found["rank"]) == ("chunk-missing", "counts", 0)
     assert cli("show", url, "counts").code == 1
     assert cli("rm", "--yes", url).code == 0
     assert "objects" not in cli.refused("ls", url)
@@ -48,15 +40,12 @@ def test_all_commands_over_s3(
 def test_options_on_the_command_line(s3_server: S3Server, cli: Cli) -> None:
     bucket = s3_server.new_bucket()
     url = f"s3://{bucket}/c"
-    state = {"w": ShardedTensor.from_rank_offsets("w", values()["counts"])}
+    state = shardstore.shard({"w": values()["counts"]})
     shardstore.save(state, url, storage_options=s3_server.storage_options)
-    options = [
-        f"key={s3_server.key}",
-        f"secret={s3_server.secret}",
-        f"client_kwargs.endpoint_url={s3_server.endpoint_url}",
-        f"client_kwargs.region_name={s3_server.region}",
-    ]
-    words = [word for option in options for word in ("--storage-option", option)]
+    words = ["--storage-option", f"key={s3_server.key}"]
+    words += ["--storage-option", f"secret={s3_server.secret}"]
+    words += ["--storage-option", f"client_kwargs.endpoint_url={s3_server.endpoint_url}"]
+    words += ["--storage-option", f"client_kwargs.region_name={s3_server.region}"]
     assert cli("verify", url, *words).code == 0
     wrong = ["key=nobody" if word.startswith("key=") else word for word in words]
     line = cli.refused("ls", url, *wrong)

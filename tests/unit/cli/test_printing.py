@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,10 +15,10 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.cli.printing import print_table
 from shardstore.inspection.opened import cells, clean
-from shardstore.mapping import ShardedTensor
 from tests.helpers.cli_checkpoints import Cli
-from tests.helpers.processes import run_to_end
-from tests.helpers.terminal import plain, written_to_terminal
+from tests.helpers.cli_processes import run_commands
+from tests.helpers.programs import run_text
+from tests.helpers.terminal import plain, run_in_terminal
 
 LONG = "decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight"
 HOSTILE = "evil\x1b[31m\nkey\x9b2J"
@@ -37,8 +33,7 @@ def save(place: Path, factor: float = 1.0) -> Path:
         WIDE_LETTERS: torch.ones(2),
         f"only.{factor}": torch.ones(2),
     }
-    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
-    shardstore.save(state, place)
+    shardstore.save(shardstore.shard(values), place)
     return place
 
 
@@ -52,44 +47,30 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("odd") / "b", 2.5)
 
 
-COMMANDS = ("ls", "ls --flat", "stats", "diff", "show", "info")
-
-
-def words(command: str, odd: Path, other: Path) -> list[object]:
-    name, *options = command.split()
-    more = {"diff": [other], "show": [LONG]}.get(name, [])
-    return [name, odd, *more, *options]
-
-
-@pytest.mark.parametrize("width", [40, pytest.param(80, marks=pytest.mark.long)])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["ls", "ls --flat", "stats", "diff", "show", "info"])
 def test_lines_are_as_wide_as_the_terminal(
-    odd: Path, other: Path, command: str, width: int
+    odd: Path, other: Path, command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, drawn = written_to_terminal(*words(command, odd, other), columns=width)
+    name, *options = command.split()
+    words = [name, odd, *{"diff": [other], "show": [LONG]}.get(name, []), *options]
+    code, drawn = run_in_terminal("stdout", *words, columns=40)
     assert code == (1 if command == "diff" else 0), drawn
     lines = plain(drawn).splitlines()
     assert len(lines) > 3
-    assert max(map(cells, lines)) <= width, lines
-    if command != "info":
-        _, whole = written_to_terminal(*words(command, odd, other), "--wide", columns=width)
-        assert not letters(plain(whole)) - letters(plain(drawn))
+    assert max(map(cells, lines)) <= 40, lines
+    if command == "info":
+        return
+    # Whole on demand, and for programs.
+    _, wide = run_in_terminal("stdout", *words, "--wide", columns=40)
+    assert not letters(plain(wide)) - letters(plain(drawn))
+    monkeypatch.setenv("COLUMNS", "40")
+    assert plain(wide) == cli(*words).out
+    if command not in ("ls", "show"):
+        assert max(len(line) for line in wide.splitlines() if LONG in line) > 80
 
 
 def letters(text: str) -> Counter[str]:
     return Counter("".join(text.split()))
-
-
-@pytest.mark.parametrize("command", ["ls --flat", "stats", "diff"])
-def test_lines_stay_whole_for_programs_and_on_demand(odd: Path, other: Path, command: str) -> None:
-    arguments = words(command, odd, other)
-    _, drawn = written_to_terminal(*arguments, "--wide", columns=60)
-    done = run_to_end(
-        [sys.executable, "-m", "shardstore", *arguments], env={**os.environ, "COLUMNS": "60"}
-    )
-    assert plain(drawn) == done.stdout
-    (line,) = (line for line in done.stdout.splitlines() if LONG in line)
-    assert len(line) > 80
 
 
 @pytest.mark.parametrize(
@@ -119,12 +100,10 @@ def test_nothing_in_errors_is_raw(odd: Path, tmp_path: Path, cli: Cli) -> None:
 
 
 def test_warnings_of_the_library_are_lines_of_the_command(tmp_path: Path) -> None:
-    state = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2)),
-        HOSTILE: torch.eye(2).to_sparse(),
-    }
-    shardstore.save(state, tmp_path / "c")
-    done = run_with("", "convert", tmp_path / "c", tmp_path / "m.safetensors")
+    state = shardstore.shard({"w": torch.ones(2)})
+    shardstore.save({**state, HOSTILE: torch.eye(2).to_sparse()}, tmp_path / "c")
+    program = "from shardstore.cli.app import main; main()"
+    done = run_text(program, "convert", tmp_path / "c", tmp_path / "m.safetensors")
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
     assert "evil\\x1b[31m key" in line
@@ -139,36 +118,21 @@ def test_json_has_exact_keys_in_printable_text(odd: Path, cli: Cli) -> None:
     assert WIDE_LETTERS in {entry["key"] for entry in outcome.json["arrays"]}
 
 
-def run_with(
-    redirect: str, *arguments: object, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    command = f'exec "$@" {redirect}'
-    return run_to_end(
-        ["sh", "-c", command, "sh", sys.executable, "-m", "shardstore", *arguments],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **variables},
-    )
-
-
 def test_letters_that_the_encoding_lacks_are_escaped(odd: Path) -> None:
-    for command in (["ls"], ["stats"], ["ls", "--json"]):
-        done = run_with("", *command, odd, LC_ALL="C", PYTHONIOENCODING="ascii")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.isascii()
-        assert r"\u5c64" in done.stdout
-    assert WIDE_LETTERS in {entry["key"] for entry in json.loads(done.stdout)["arrays"]}
-    done = run_with("", "show", odd, "層", LC_ALL="C", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    commands = (["ls", odd], ["stats", odd], ["ls", "--json", odd], ["show", odd, "層"])
+    ran = run_commands(commands, LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert (ran.codes, ran.err.count("\n")) == ([0, 0, 0, 2], 1)
+    assert ran.out.isascii()
+    assert ran.out.count(r"\u5c64\u5c64\u5c64.w") == 3
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_failure(odd: Path, other: Path, closed: str) -> None:
-    for command in (["verify", odd], ["ls", odd, "--json"]):
-        done = run_with(closed, *command)
-        assert (done.returncode, done.stderr) == (0, ""), command
-        assert bool(done.stdout) == (closed == "2>&-")
-    assert run_with(closed, "diff", odd, other).returncode == 1
-    assert run_with(closed, "rm", odd).returncode == 2
+    commands = (["verify", odd], ["ls", odd, "--json"], ["diff", odd, other], ["rm", odd])
+    ran = run_commands(commands, closed)
+    assert ran.codes == [0, 0, 1, 2]
+    assert bool(ran.out) == (closed == "2>&-")
+    assert ran.err.count("\n") == (closed == ">&-")  # what rm says
     assert (odd / "zarr.json").exists()
 
 

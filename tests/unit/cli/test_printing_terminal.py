@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.cli_checkpoints import flip
-from tests.helpers.terminal import read_all
-
-
-def in_a_terminal(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output, and what came to the terminal that standard error was."""
-    ours, theirs = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shardstore", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=theirs,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-            text=True,
-        )
-    finally:
-        os.close(theirs)
-    drawn = read_all(ours)
-    os.close(ours)
-    out, _ = process.communicate(timeout=60)
-    return process.returncode, out, drawn.decode()
+from tests.helpers.terminal import plain, run_in_terminal
 
 
 @pytest.mark.parametrize(
@@ -45,19 +22,18 @@ def in_a_terminal(*arguments: object) -> tuple[int, str, str]:
 )
 def test_a_bar_is_drawn(pristine: Path, tmp_path: Path, command: str, word: str) -> None:
     more = {"diff": [pristine], "convert": [tmp_path / "copy"]}.get(command, [])
-    code, _, drawn = in_a_terminal(command, pristine, *more)
+    code, drawn = run_in_terminal("stderr", command, pristine, *more)
     assert code == 0, drawn
     assert word in drawn
-    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", drawn)
-    assert not re.search(r"(^|\r|\n) *\u2501", plain)  # the first frame has a name too
+    assert not re.search(r"(^|\r|\n) *\u2501", plain(drawn))  # the first frame has a name too
     if command != "convert":  # for which the target is taken by now
-        assert in_a_terminal(command, pristine, *more, "--json")[::2] == (0, "")
+        assert run_in_terminal("stderr", command, pristine, *more, "--json") == (0, "")
 
 
-def test_findings_go_to_standard_output(place: Path) -> None:
+def test_findings_go_to_standard_output(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bar is on standard error: a pipe gets what is found."""
     flip(place / "counts" / "c.0")
-    code, out, drawn = in_a_terminal("verify", place)
-    assert (code, out.count("chunk-crc")) == (1, 1)
+    code, drawn = run_in_terminal("stderr", "verify", place)
+    assert (code, capsys.readouterr().out.count("chunk-crc")) == (1, 1)
     assert "verify step-7 failed" in drawn
     assert "chunk-crc" not in drawn
