@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardstore import CheckpointManager, ShardedTensor
-from shardstore.storage.stores.location import Location
+from shardstore.manager.checkpoint_manager import Restored
 
 SIZE = (64, 32)
 
@@ -28,13 +28,11 @@ def managed(place: tuple[str, dict[str, Any]], **options: Any) -> CheckpointMana
     return CheckpointManager(place[0], storage_options=place[1] or None, **options)
 
 
-def damage(place: tuple[str, dict[str, Any]], name: str, data: bytes | None) -> None:
-    """Replace a file of a checkpoint, or take it away."""
-    root = Location.of(place[0], place[1])
-    if data is None:
-        root.delete(name)
-    else:
-        root.write(name, data)
+def restored(manager: CheckpointManager, state: Any, *step: int, **options: Any) -> Restored:
+    """What the manager restored, which is not nothing."""
+    found = manager.restore(state, *step, **options)
+    assert found is not None
+    return found
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

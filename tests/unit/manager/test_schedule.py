@@ -20,7 +20,7 @@ from shardstore import CheckpointManager
 from shardstore.errors import ArgumentError
 from shardstore.manager.schedule import Answer, Notices, Schedule, Vote
 from shardstore.progress import Progress
-from tests.helpers.managed import state_of
+from tests.helpers.managed import restored, state_of
 
 RECEIVED: list[int] = []
 
@@ -96,6 +96,14 @@ def test_a_step_is_saved_if_any_rule_says_so(
         ({"save_on_signal": "TERM"}, "save_on_signal='TERM' must be True, False or signals"),
         ({"save_on_signal": None}, "save_on_signal=None must be True, False or signals"),
         ({"keep_for": 3600}, "keep_for=3600 must be a timedelta"),
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"keep_every": True}, "keep_every=True"),
+        ({"keep_if": 2}, "keep_if=2 must be a function"),
+        ({"best": 2}, "metric"),
+        ({"metric": "loss"}, "best"),
+        ({"best": 1, "metric": "loss", "mode": "least"}, "mode='least'"),
+        ({"prefix": "../"}, "prefix"),
+        ({"prefix": ".step"}, "prefix"),
     ],
 )
 def test_wrong_rules_are_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
@@ -191,11 +199,10 @@ def test_a_step_that_is_there_is_not_asked_for_again(tmp_path: Path, rules: Any)
         manager.request_save("spot")
         assert manager.should_save(6)
     with CheckpointManager(tmp_path, save_on_signal=True, **rules) as manager:
-        restored = manager.restore(state_of(0))
-        assert restored is not None
+        found = restored(manager, state_of(0))
         manager.request_save("spot")
-        assert not manager.should_save(restored.step)
-        assert manager.should_save(restored.step + 1)
+        assert not manager.should_save(found.step)
+        assert manager.should_save(found.step + 1)
 
 
 def test_a_signal_is_never_lost_to_a_manager_that_is_gone(tmp_path: Path) -> None:
