@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +55,6 @@ def zeros() -> dict[str, Any]:
 
 
 # -- what is filled --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["", "/model.safetensors.index.json"])
-def test_an_index_loads_in_place(place: Path, name: str) -> None:
-    state = zeros()
-    loaded = hf.load(state, f"{place}{name}")
-    assert loaded["w"] is not None
-    assert torch.equal(state["w"], W)
-    assert torch.equal(state["b"], B)
-
-
-def test_one_file_loads_in_place(place: Path) -> None:
-    state = {"w": torch.zeros(4, 6)}
-    hf.load(state, place / "model-1.safetensors")
-    assert torch.equal(state["w"], W)
 
 
 def test_other_values_stay(place: Path) -> None:
@@ -208,20 +191,20 @@ def test_a_missing_source_of_a_rule_is_named(place: Path) -> None:
         hf.load({"both": torch.zeros(4, 12)}, place, rules=rules)
 
 
-def test_many_tensors_and_rules_take_seconds(tmp_path: Path) -> None:
-    """The end of a stack, or a key that the files lack, is not compared with all names."""
-    names = [f"layers.{n // 100}.experts.{n % 100}.down_proj.weight" for n in range(4000)]
+def test_names_that_the_files_lack_are_not_compared_with_all_others(tmp_path: Path) -> None:
+    """Neither at the end of a stack; it would take minutes for many experts."""
+    names = [f"layers.{n // 10}.experts.{n % 10}.down_proj.weight" for n in range(400)]
     save_file(
         {name: torch.tensor([float(n)]) for n, name in enumerate(names)}, tmp_path / "m.safetensors"
     )
-    state: Any = {f"layers.{n}.down": torch.zeros(100, 1) for n in range(40)}
-    lost: Any = {f"layers.{n}.experts.200.down_proj.weight": torch.zeros(1) for n in range(40)}
+    state: Any = {f"layers.{n}.down": torch.zeros(10, 1) for n in range(40)}
+    lost: Any = {f"layers.{n}.experts.20.down_proj.weight": torch.zeros(1) for n in range(40)}
     rules = {"layers.{n}.down": hf.rules.stack("layers.{n}.experts.{e}.down_proj.weight", "e")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("difflib.get_close_matches", lambda *_, **__: pytest.fail("compared"))
         _, _, unexpected = hf.load({**state, **lost}, tmp_path, rules=rules, strict="return_all")
     assert unexpected == set(lost)
-    assert state["layers.7.down"][5].item() == 705
+    assert state["layers.7.down"][5].item() == 75
 
 
 def test_tensors_that_rules_use_are_not_missing(place: Path) -> None:
@@ -245,14 +228,12 @@ def test_casts_are_asked_for(place: Path) -> None:
         hf.load(state, place, cast="yes")  # type: ignore[arg-type]
 
 
-def test_shapes_must_agree(place: Path) -> None:
-    with pytest.raises(ShapeMismatchError, match=r"'w'.*\(4, 6\).*\(6, 4\).*model"):
+def test_shapes_must_agree_unless_they_may_differ(place: Path) -> None:
+    with pytest.raises(
+        ShapeMismatchError,
+        match=r"'w'.*\(4, 6\).*\(6, 4\).*model.*ShardedTensor with allow_shape_mismatch=True",
+    ):
         hf.load({"w": torch.zeros(6, 4)}, place)
-
-
-def test_the_remedy_for_another_shape_is_one_that_can_be_given(place: Path) -> None:
-    with pytest.raises(ShapeMismatchError, match="ShardedTensor with allow_shape_mismatch=True"):
-        hf.load({"w": torch.zeros(6, 6)}, place)
     larger = torch.ones(6, 6)
     shard = ShardedTensor.from_rank_offsets("w", larger, allow_shape_mismatch=True)
     hf.load({"w": shard}, place)
@@ -272,8 +253,10 @@ def quantised(tmp_path: Path) -> tuple[Path, torch.Tensor]:
     return tmp_path, weight.float() * spread
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("budget", [7001, 1 << 28])
+@pytest.mark.parametrize(
+    ("dtype", "budget"),
+    [(torch.bfloat16, 7001), (torch.float32, 1 << 28), (torch.float16, 1 << 28)],
+)
 def test_quantised_weights_are_scaled(
     quantised: tuple[Path, torch.Tensor], dtype: torch.dtype, budget: int
 ) -> None:
@@ -284,15 +267,14 @@ def test_quantised_weights_are_scaled(
     assert missing == set()
 
 
-@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
 @pytest.mark.parametrize(
     "shape", [(), (1,), (1, 1), (300,), (300, 1), (1, 2), (3, 1), (300, 2), (300, 200)]
 )
 def test_an_axis_has_a_scale_for_each_block_or_each_position_or_one(
-    tmp_path: Path, shape: tuple[int, ...], suffix: str
+    tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
     weight, scale = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
-    save_file({"w.weight": weight, f"w.weight{suffix}": scale}, tmp_path / "m.safetensors")
+    save_file({"w.weight": weight, "w.weight_scale": scale}, tmp_path / "m.safetensors")
     spread = scale.reshape(*shape, *[1] * (2 - len(shape)))
     for axis, size in enumerate(weight.shape):
         if spread.shape[axis] not in (1, size):
@@ -306,9 +288,8 @@ def test_an_axis_has_a_scale_for_each_block_or_each_position_or_one(
     assert torch.equal(whole, values)
 
 
-@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
-def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path, suffix: str) -> None:
-    stored = {"s": torch.tensor(3.0).to(torch.float8_e4m3fn), f"s{suffix}": torch.tensor(0.5)}
+def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path) -> None:
+    stored = {"s": torch.tensor(3.0).to(torch.float8_e4m3fn), "s_scale": torch.tensor(0.5)}
     save_file(stored, tmp_path / "m.safetensors")
     for dtype in (torch.float32, torch.bfloat16):
         state: Any = {"s": torch.tensor(0.0, dtype=dtype)}
@@ -316,40 +297,6 @@ def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path, suffix: str) 
         assert state["s"] == 1.5
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scale"),
-    [
-        (torch.float8_e4m3fn, "l.weight_scale_inv"),
-        (torch.float8_e5m2, "l.weight.scale"),
-        (torch.int8, "l.weight_scale"),
-        (torch.int8, "l.SCB"),
-        (torch.uint8, "l.weight.absmax"),
-    ],
-)
-def test_no_cast_is_advised_where_scales_lie_beside(
-    tmp_path: Path, dtype: torch.dtype, scale: str
-) -> None:
-    """A cast would give the values without their scales."""
-    stored = torch.ones(4, 4).to(dtype)
-    save_file(
-        {"l.weight": stored, "l.bias": stored.clone(), scale: torch.ones(4)},
-        tmp_path / "m.safetensors",
-    )
-    for key, names in (("l.weight", None), ("x", {"x": "l.weight"})):
-        with pytest.raises(
-            DTypeMismatchError, match=rf"'{key}'.*{re.escape(repr(scale))}"
-        ) as caught:
-            hf.load({key: torch.zeros(4, 4)}, tmp_path, names=names, dequantize=None)
-        assert "cast=True" not in str(caught.value)
-        assert "dequantize" in str(caught.value)
-    with pytest.raises(DTypeMismatchError, match="cast=True"):
-        hf.load({"l.bias": torch.zeros(4, 4)}, tmp_path)
-    kept = torch.zeros(4, 4, dtype=dtype)
-    hf.load({"l.weight": kept}, tmp_path, dequantize=None)
-    assert torch.equal(kept.float(), stored.float())
-
-
-@pytest.mark.parametrize("cast", [True, "warn"])
 @pytest.mark.parametrize(
     ("dtype", "scale"),
     [
@@ -361,18 +308,34 @@ def test_no_cast_is_advised_where_scales_lie_beside(
     ],
 )
 def test_no_cast_leaves_out_scales_that_lie_beside(
-    tmp_path: Path, dtype: torch.dtype, scale: str, cast: Any
+    tmp_path: Path, dtype: torch.dtype, scale: str
 ) -> None:
+    """Nor is one advised."""
     stored = torch.ones(4, 4).to(dtype)
-    save_file({"l.weight": stored, scale: torch.full((4,), 0.5)}, tmp_path / "m.safetensors")
-    both = {"x": concat("l.weight", "l.weight")}
-    for state, rules in (({"l.weight": torch.zeros(4, 4)}, None), ({"x": torch.zeros(8, 4)}, both)):
-        with pytest.raises(DTypeMismatchError, match=re.escape(repr(scale))):
-            hf.load(state, tmp_path, rules=rules, cast=cast)
-        assert not any(tensor.any() for tensor in state.values())
-    values = torch.zeros(4, 4)
-    hf.load({"l.weight": values}, tmp_path, dequantize=None, cast=cast)
-    assert values.unique().tolist() == [1]
+    tensors = {"l.weight": stored, "l.bias": stored.clone(), scale: torch.full((4,), 0.5)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    named = re.escape(repr(scale))
+    for key, names in (("l.weight", None), ("x", {"x": "l.weight"})):
+        with pytest.raises(DTypeMismatchError, match=rf"'{key}'.*{named}") as caught:
+            hf.load({key: torch.zeros(4, 4)}, tmp_path, names=names, dequantize=None)
+        assert "cast=True" not in str(caught.value)
+        assert "dequantize" in str(caught.value)
+    with pytest.raises(DTypeMismatchError, match="cast=True"):
+        hf.load({"l.bias": torch.zeros(4, 4)}, tmp_path)
+    kept = torch.zeros(4, 4, dtype=dtype)
+    hf.load({"l.weight": kept}, tmp_path, dequantize=None)
+    assert torch.equal(kept.float(), stored.float())
+    casts: list[Any] = [True, "warn"]
+    for cast in casts:
+        values, both = torch.zeros(4, 4), torch.zeros(8, 4)
+        rules = {"x": concat("l.weight", "l.weight")}
+        for state in ({"l.weight": values}, {"x": both}):
+            with pytest.raises(DTypeMismatchError, match=named):
+                hf.load(state, tmp_path, rules=rules, cast=cast)
+        assert not values.any()
+        assert not both.any()
+        hf.load({"l.weight": values}, tmp_path, dequantize=None, cast=cast)
+        assert values.unique().tolist() == [1]
 
 
 def test_only_the_scales_of_the_blocks_are_read(quantised: tuple[Path, torch.Tensor]) -> None:
@@ -407,8 +370,9 @@ def test_blocks_that_do_not_fit_the_scales_are_an_error(
     )
     with pytest.raises(ShapeMismatchError, match=r"w\.weight_scale' has shape \(200,\)"):
         hf.load(state, quantised[0])
-    with pytest.raises(DTypeMismatchError, match="float8_e4m3fn"):
+    with pytest.raises(DTypeMismatchError, match=r"float8_e4m3fn.*weight_scale") as caught:
         hf.load(state, quantised[0], dequantize=None)
+    assert "cast=True" not in str(caught.value)
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -530,22 +494,15 @@ def entry(shape: list[Any], start: int, stop: int, dtype: str = "F32") -> dict[s
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
+# Beside those of tests/interop/test_convert.py, which safetensors itself judges.
 HEADERS: dict[str, tuple[object, int]] = {
-    "a negative length": ({"w": entry([-4, -6], 0, 96)}, 96),
     "a product beyond 64 bits": ({"w": entry([2**33, 2**33], 0, 96)}, 96),
     "a product that is 96 in 64 bits": ({"w": entry([2**63 + 12, 2], 0, 96)}, 96),
-    "offsets beyond the file": ({"w": entry([4, 6], 0, 96)}, 95),
     "huge offsets": ({"w": entry([4, 6], 2**62, 2**62 + 96)}, 96),
-    "negative offsets": ({"w": entry([4, 6], -96, 0)}, 96),
-    "tensors that overlap": ({"w": entry([4, 6], 0, 96), "x": entry([4], 80, 96)}, 96),
-    "a gap": ({"w": entry([4, 6], 0, 96), "x": entry([4], 100, 116)}, 116),
-    "bytes after the tensors": ({"w": entry([4, 6], 0, 96)}, 100),
-    "a shape that is not its bytes": ({"w": entry([4, 5], 0, 96)}, 96),
     "fractions": ({"w": entry([4.5, 6], 0, 96)}, 96),
     "texts": ({"w": entry(["4", 6], 0, 96)}, 96),
     "no shape": ({"w": {"dtype": "F32", "data_offsets": [0, 96]}}, 96),
     "three offsets": ({"w": {**entry([4, 6], 0, 96), "data_offsets": [0, 48, 96]}}, 96),
-    "a list": ([entry([4, 6], 0, 96)], 96),
     "no JSON": (b"{'w'", 96),
     "no text": (b"\xff\xfe{}", 96),
     "a name twice": (
@@ -623,9 +580,7 @@ def test_a_file_cut_during_the_load_is_an_error(
         hf.load(zeros(), place)
 
 
-def test_the_package_is_imported_without_torch() -> None:
-    code = "import sys, shardstore.hf; assert 'torch' not in sys.modules; shardstore.hf.load"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_another_name_of_the_package_is_an_error() -> None:
     with pytest.raises(AttributeError, match="'lode'"):
         _ = hf.lode
 
