@@ -193,8 +193,7 @@ def test_slices_are_those_of_numpy(
         assert np.array_equal(found, expected), index
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-@pytest.mark.parametrize("store", ["folder", "memory"])
+@pytest.mark.parametrize(("zarr_format", "store"), [(2, "folder"), (3, "folder"), (3, "memory")])
 def test_zarr_of_other_programs(tmp_path: Path, zarr_format: Any, store: str) -> None:
     url = str(tmp_path / "data.zarr") if store == "folder" else memory_url()
     group = zarr.open_group(url, mode="w", zarr_format=zarr_format, attributes={"title": "t"})

@@ -17,7 +17,6 @@ import zarr
 import shardstore
 from shardstore.dcp import StorageWriter
 from shardstore.inspection.verify import Finding, Verified, verify
-from shardstore.mapping import ShardedTensor
 from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.runtime.checksums import crc32c
@@ -43,8 +42,7 @@ def one(place: Path, kind: str, **options: Any) -> Finding:
 def test_files_for_other_programs_belong_to_a_checkpoint(tmp_path: Path) -> None:
     """The hashes that Megatron-Core compares, and the file that DCP looks for."""
     tensor = torch.arange(4.0)
-    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
-    shardstore.save(state, tmp_path / "hashed", verify_integrity=True)
+    shardstore.save(shardstore.shard({"w": tensor}), tmp_path / "hashed", verify_integrity=True)
     writer = StorageWriter(tmp_path / "marked", dcp_marker=True)
     dcp.save({"w": tensor}, storage_writer=writer, no_dist=True)
     for name, file in (("hashed", "integrity.json"), ("marked", ".metadata")):
@@ -52,8 +50,7 @@ def test_files_for_other_programs_belong_to_a_checkpoint(tmp_path: Path) -> None
         assert check(tmp_path / name)[1] == []
 
 
-@pytest.mark.parametrize("hashes", [False, True])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("hashes", "threads"), [(False, 1), (True, 3)])
 def test_an_intact_checkpoint_has_no_findings(pristine: Path, hashes: bool, threads: int) -> None:
     seen: list[Progress] = []
     result, found = check(pristine, hashes=hashes, threads=threads, progress=seen.append)
@@ -158,18 +155,22 @@ def to_folder(folder: Path) -> None:
     path.mkdir()
 
 
-DAMAGE: dict[str, tuple[set[str], Callable[[Path], object]]] = {
-    "first bit of the chunk": ({"chunk-crc"}, lambda f: flip(chunk_of(f), 0)),
-    "last bit of the checksum": ({"chunk-crc"}, lambda f: flip(chunk_of(f), -1)),
-    "another chunk": ({"chunk-manifest"}, exchange),
-    "a longer chunk": ({"chunk-size"}, lambda f: chunk_of(f).open("ab").write(b"x")),
-    "no chunk": ({"chunk-missing"}, lambda f: chunk_of(f).unlink()),
-    "a folder for a chunk": ({"chunk-unreadable"}, to_folder),
-    "a file too many": ({"foreign"}, lambda f: (f / "x").write_bytes(b"")),
-    "another name": ({"foreign", "chunk-missing"}, lambda f: chunk_of(f).rename(f / "d")),
-    "a bit of the document": ({"document-damaged"}, lambda f: flip(f / "zarr.json", 0)),
-    "a word of the document": ({"document-differs"}, lambda f: flip(f / "zarr.json", 20)),
-    "no document": ({"document-missing"}, lambda f: (f / "zarr.json").unlink()),
+DAMAGE: dict[str, tuple[str, set[str], Callable[[Path], object]]] = {
+    "first bit of the chunk": ("line", {"chunk-crc"}, lambda f: flip(chunk_of(f), 0)),
+    "last bit of the checksum": ("point", {"chunk-crc"}, lambda f: flip(chunk_of(f), -1)),
+    "another chunk": ("square", {"chunk-manifest"}, exchange),
+    "a longer chunk": ("müller", {"chunk-size"}, lambda f: chunk_of(f).open("ab").write(b"x")),
+    "no chunk": ("in/folder", {"chunk-missing"}, lambda f: chunk_of(f).unlink()),
+    "a folder for a chunk": ("line", {"chunk-unreadable"}, to_folder),
+    "a file too many": ("point", {"foreign"}, lambda f: (f / "x").write_bytes(b"")),
+    "another name": (
+        "square",
+        {"foreign", "chunk-missing"},
+        lambda f: chunk_of(f).rename(f / "d"),
+    ),
+    "a bit of the document": ("müller", {"document-damaged"}, lambda f: flip(f / "zarr.json", 0)),
+    "a word of the document": ("line", {"document-differs"}, lambda f: flip(f / "zarr.json", 20)),
+    "no document": ("in/folder", {"document-missing"}, lambda f: (f / "zarr.json").unlink()),
 }
 
 
@@ -185,20 +186,16 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "müller": torch.ones(3, dtype=torch.bfloat16),
         "in/folder": torch.full((4, 4), 3.0),
     }
-    state = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
-    shardstore.save(state, place, array_documents=request.param)
+    shardstore.save(shardstore.shard(tensors), place, array_documents=request.param)
     assert check(place)[1] == check(place, hashes=True)[1] == []
     return place
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("key", ["line", "point", "square", "müller", "in/folder"])
-def test_one_damaged_array_among_small_ones(
-    small: Path, tmp_path: Path, key: str, damage: str
-) -> None:
+def test_one_damaged_array_among_small_ones(small: Path, tmp_path: Path, damage: str) -> None:
+    key, kinds, do = DAMAGE[damage]
     place = Path(shutil.copytree(small, tmp_path / "copy"))
     folder = place / StoredCheckpoint(Location.of(place)).arrays[key].node
-    kinds, do = DAMAGE[damage]
     if "document" in damage and not (folder / "zarr.json").exists():
         pytest.skip("saved without array documents")
     do(folder)
@@ -345,9 +342,8 @@ def test_compressed_arrays_are_decoded(tmp_path: Path) -> None:
 
 def test_the_old_layout_as_far_as_it_goes(tmp_path: Path, cli: Cli) -> None:
     place = tmp_path / "old"
-    data = torch.randn(12, 4).bfloat16()
-    state = {"a/w": ShardedTensor.from_rank_offsets("a/w", data), "step": 1}
-    shardstore.save(state, place, ("zarr", 1))
+    state = {"a/w": torch.randn(12, 4).bfloat16(), "step": 1}
+    shardstore.save(shardstore.shard(state), place, ("zarr", 1))
     result, found = check(place)
     assert (found, result.chunks, result.unchecked) == ([], 1, 1)
     assert "1 without checksums" in cli("verify", place).out
