@@ -51,13 +51,16 @@ def modules() -> dict[str, ast.Module]:
     return {name_of(file): ast.parse(file.read_text()) for file in ROOT.rglob("*.py")}
 
 
-def imports(node: ast.AST, inside_functions: bool, types: bool = False) -> Iterator[str]:
-    """The package's modules that ``node`` imports; with ``types``, also those that type checkers
+@cache
+def imports(module: str, types: bool = False) -> frozenset[str]:
+    """The package's modules that a module imports; with ``types``, also those that type checkers
     import."""
+    return frozenset(_imports(modules()[module], types))
+
+
+def _imports(node: ast.AST, types: bool) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not types:
-            continue
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
             continue
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names if alias.name in modules())
@@ -65,7 +68,8 @@ def imports(node: ast.AST, inside_functions: bool, types: bool = False) -> Itera
             for alias in child.names:
                 inner = f"{child.module}.{alias.name}"
                 yield inner if inner in modules() else child.module
-        yield from imports(child, inside_functions, types)
+        if not isinstance(child, ast.expr):
+            yield from _imports(child, types)
 
 
 def layer(module: str) -> int:
@@ -79,11 +83,11 @@ def test_no_circle_of_imports() -> None:
     arrows = {
         module: {
             package
-            for other in imports(tree, True, types=True)
+            for other in imports(module, types=True)
             for package in (other, *accumulate(other.split(".")[:-1], "{}.{}".format))
             if not f"{module}.".startswith(f"{package}.")
         }
-        for module, tree in modules().items()
+        for module in modules()
     }
     # What imports nothing that is left is in no circle.
     while free := {module for module, others in arrows.items() if not others & arrows.keys()}:
@@ -95,8 +99,8 @@ def test_no_circle_of_imports() -> None:
 def test_rooms_import_only_downwards() -> None:
     upwards = [
         f"{module} imports {other}"
-        for module, tree in modules().items()
-        for other in sorted(set(imports(tree, True)))
+        for module in modules()
+        for other in sorted(imports(module))
         if layer(other) < layer(module)
     ]
     assert len(upwards) <= UPWARDS, "\n".join(upwards)
@@ -109,8 +113,8 @@ def test_floors_of_storage_import_only_downwards() -> None:
 
     assert not [
         f"{module} imports {other}"
-        for module, tree in modules().items()
-        for other in sorted(set(imports(tree, True, types=True)))
+        for module in modules()
+        for other in sorted(imports(module, types=True))
         if (above := floor(module)) is not None
         and (below := floor(other)) is not None
         and below < above

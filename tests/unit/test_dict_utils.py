@@ -55,21 +55,6 @@ def state() -> dict[str, Any]:
     }
 
 
-def test_extract_splits_matching_values_from_others() -> None:
-    before = state()
-    matching, others = extract_matching_values(before, is_int)
-    assert matching == {"a": 1, "c": {"d": 2}, "l": [1, [2], {"k": 3}]}
-    assert others == {
-        "b": "s",
-        "c": {"e": "z"},
-        "l": ["q", ["w"]],
-        "empty": {},
-        "none": [],
-        "t": (1, 2),
-    }
-    assert before == state()
-
-
 @pytest.mark.parametrize("value", [5, (1, 2), None])
 def test_extract_from_a_value(value: Any) -> None:
     with pytest.raises(ValueError, match=type(value).__name__) as caught:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import pickle
@@ -64,12 +63,9 @@ def test_escapes_stand_for_bytes(tmp_path: Path) -> None:
         shardstore.save(_state(), f"file://{tmp_path}/a%00b")
 
 
-@pytest.mark.parametrize("name", ["save", "load", "load_plain_tensors", "load_common_state_dict"])
-def test_a_store_that_nobody_knows_is_refused_at_once(name: str) -> None:
-    place = "nosuchstore://a-bucket/step-1"
-    given = (_state(), place) if name in ("save", "load") else (place,)
-    with pytest.raises(StorageError, match="nosuchstore://"):
-        getattr(shardstore, name)(*given)
+def test_a_store_that_nobody_knows_is_refused_at_once() -> None:
+    with pytest.raises(StorageError, match="fsspec knows no store nosuchstore://"):
+        shardstore.save(_state(), "nosuchstore://a-bucket/step-1")
 
 
 def test_keys_with_slashes_of_the_old_layout_are_found_in_their_folders(tmp_path: Path) -> None:
@@ -184,7 +180,6 @@ def test_a_pending_save_does_not_keep_the_state(tmp_path: Path) -> None:
     tensor = weakref.ref(state["w"])
     request = shardstore.save(state, tmp_path / "a", async_sharded_save=True)
     del state
-    gc.collect()
     assert tensor() is None
     request.execute_sync()
     assert list(shardstore.load_tensors_metadata(tmp_path / "a")) == ["w"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 from shardstore.dcp.reader import SentItems
@@ -45,18 +43,6 @@ def test_nothing_is_unpickled_before_somebody_looks() -> None:
     assert Item.unpickled == 3
     assert there[1] is there[1]
     assert list(again) == items
-
-
-def test_another_process_reads_the_sent_items() -> None:
-    items = sent([("a", 1), ("b", 2)])
-    program = (
-        "import pickle, sys; got = pickle.load(sys.stdin.buffer); "
-        "sys.stdout.buffer.write(pickle.dumps([*got, ('c', 3)]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=pickle.dumps(items), capture_output=True, check=True
-    )
-    assert pickle.loads(done.stdout) == [("a", 1), ("b", 2), ("c", 3)]
 
 
 def test_what_was_changed_abroad_is_what_arrives() -> None:

@@ -88,7 +88,7 @@ def test_different_errors_are_listed_and_counted() -> None:
     assert str(error).endswith("and 12 more")
 
 
-@pytest.mark.parametrize("world", [1, 2, 7, 8, 9, 64, 65, 100, 1000, 16_384, 100_000])
+@pytest.mark.parametrize("world", [1, 2, 7, 8, 9, 64, 65, 1000, 16_384])
 def test_the_tree_has_every_rank_once_and_few_neighbours(world: int) -> None:
     found = [neighbours(rank, world) for rank in range(world)]
     reported = [below for _, below in found]

@@ -94,18 +94,9 @@ def test_arrays_of_numpy(array: np.ndarray[Any, Any]) -> None:
 
 
 DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2,
+    *(torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32),
+    *(torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2fnuz),
+    *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
 ]
 
 
@@ -154,9 +145,7 @@ EXACT = {
     "identifiers": [uuid.UUID(int=5)],
     "times of day": [datetime.time(3, 4, 5, 6, fold=1), datetime.time(3, tzinfo=datetime.UTC)],
     "data types of NumPy": [np.dtype("f2"), np.dtype(">i4"), np.dtype("U3")],
-    "time": [
-        datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone(datetime.timedelta(hours=-5)))
-    ],
+    "time": [datetime.datetime(2026, 1, 2, 3, tzinfo=WEST)],
     "random states": [random.Random(5).getstate(), np.random.RandomState(5).get_state()],
     "a generator's state": [np.random.default_rng(5).bit_generator.state],
     "surrogates": ["\ud800", {"\ud800": 1}],
