@@ -320,34 +320,6 @@ def test_flat_narrow_keeps_what_rows_and_range_share(
 
 
 @given(
-    shape=st.lists(st.integers(1, 4), max_size=3),
-    prepended=st.integers(0, 2),
-    data=st.data(),
-)
-def test_shards_tile_the_global_tensor(
-    shape: list[int], prepended: int, data: st.DataObject
-) -> None:
-    parts = [data.draw(st.integers(1, 3)) for _ in range(prepended + len(shape))]
-    local = torch.zeros(shape)
-    covered: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    for index in np.ndindex(*parts):
-        shard = ShardedTensor.from_rank_offsets(
-            "k",
-            local,
-            *((axis, i, parts[axis]) for axis, i in enumerate(index)),
-            prepend_axis_num=prepended,
-        )
-        covered = np.zeros(shard.global_shape, np.int64) if covered is None else covered
-        assert covered[shard.global_slice()].shape == tuple(shape)
-        covered[shard.global_slice()] += 1
-        assert shard.local_chunk_offset_in_global() == index
-        chunk = shard.max_allowed_chunks()
-        assert shard.global_offset == tuple(i * c for i, c in zip(index, chunk, strict=True))
-    assert covered is not None
-    assert (covered == 1).all()
-
-
-@given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     index=st.integers(0, 2),
     data=st.data(),

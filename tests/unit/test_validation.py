@@ -272,23 +272,6 @@ def test_metadata_that_is_needed_must_be_given() -> None:
         check({}, StrictHandling.ASSUME_OK_UNEXPECTED, True)
 
 
-def test_strict_flags_are_parsed() -> None:
-    assert len(StrictHandling) == 8
-    for mode in StrictHandling:
-        assert validation.parse_strict_flag(mode) is mode
-        assert validation.parse_strict_flag(mode.value) is mode
-        assert StrictHandling.requires_returning_mismatch_keys(mode) == (
-            mode.value.startswith("return")
-        )
-        assert StrictHandling.requires_global_app_metadata(mode) == mode.value.endswith("_all")
-        assert StrictHandling.requires_explicit_ckpt_mismatch_check(mode) == (
-            mode.value != "assume_ok_unexpected"
-        )
-    for wrong in ("RAISE_ALL", "all"):
-        with pytest.raises(ValueError, match="Invalid strict flag"):
-            validation.parse_strict_flag(wrong)
-
-
 # -- strategies --------------------------------------------------------------------------------
 
 
