@@ -48,7 +48,7 @@ COMMANDS: list[tuple[str, set[str]]] = [
     ("convert OUT/source OUT/t.safetensors", {"torch", "xarray", "matplotlib", "pandas"}),
     ("convert OUT/t.safetensors OUT/again", {"torch", "xarray", "matplotlib", "pandas"}),
 ]
-SMALL_ARRAYS = 60
+SMALL_ARRAYS = 30
 
 
 def test_commands_import_little_of_others(place: Path, tmp_path: Path) -> None:
