@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from shardstore.strategies.async_utils import (
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
-from tests.helpers.ranks_helper import run_ranks
+
+WORLD = 3
 
 
 def _request(log: list[str], name: str, gate: threading.Event | None = None) -> AsyncRequest:
@@ -175,40 +177,20 @@ def test_abort_finalises_nothing() -> None:
     assert not any("final" in entry for entry in log)
 
 
-def _wait_for_the_slowest(rank: int, world_size: int) -> list[list[int]]:
+def calls_are_finalised_only_when_done_on_all_ranks(rank: int, folder: Path) -> None:
     gate = threading.Event()
     log: list[str] = []
     queue = AsyncCallsQueue()
     queue.schedule_async_request(_request(log, "a", gate if rank == 1 else None))
-    polls = [queue.maybe_finalize_async_calls() for _ in range(3)]
+    for _ in range(3):
+        assert queue.maybe_finalize_async_calls() == []
     assert "a final" not in log
-    if rank == 1:
-        gate.set()
-    polls.append(queue.maybe_finalize_async_calls(blocking=True))
+    gate.set()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     queue.close()
-    return polls
 
 
-def _all(rank: int, world_size: int) -> tuple[Any, ...]:
-    return (
-        _wait_for_the_slowest(rank, world_size),
-        _fail_on_one(rank, world_size),
-        _different_calls(rank, world_size),
-        _reductions(rank, world_size),
-    )
-
-
-@pytest.fixture(scope="module")
-def told() -> list[Any]:
-    """What three ranks found, by what they tried."""
-    return list(zip(*run_ranks(_all, 3), strict=True))
-
-
-def test_finalised_only_when_done_on_all_ranks(told: list[Any]) -> None:
-    assert list(told[0]) == [[[], [], [], [0]]] * 3
-
-
-def _fail_on_one(rank: int, world_size: int) -> tuple[str, list[str], list[str]]:
+def a_failure_on_one_rank_surfaces_on_all(rank: int, folder: Path) -> None:
     log: list[str] = []
 
     def work(bad: int) -> None:
@@ -220,48 +202,32 @@ def _fail_on_one(rank: int, world_size: int) -> tuple[str, list[str], list[str]]
         if rank == 0:
             raise ValueError("no commit")
 
-    texts = []
     queue = AsyncCallsQueue()
     queue.schedule_async_request(AsyncRequest(work, (1,), [lambda: log.append("final")]))
     queue.schedule_async_request(AsyncRequest(work, (-1,), [final]))
     queue.schedule_async_request(AsyncRequest(work, (-1,), [lambda: log.append("third final")]))
-    for _ in range(2):
-        try:
-            queue.maybe_finalize_async_calls(blocking=True)
-        except RanksError as error:
-            texts.append(f"{sorted(error.failures)} {error}")
+    with pytest.raises(RanksError, match="rank 1: OSError: rank 1 has no space left") as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert list(caught.value.failures) == [1]
+    with pytest.raises(RanksError, match="rank 0: ValueError: no commit"):
+        queue.maybe_finalize_async_calls(blocking=True)
     assert queue.maybe_finalize_async_calls(blocking=True) == [2]
-    try:
+    with pytest.raises(RanksError, match="rank 2: OSError: rank 2 has no space left"):
         AsyncRequest(work, (2,), [lambda: log.append("final")]).execute_sync()
-    except RanksError as error:
-        texts.append(str(error))
-    return texts[0], texts[1:], [entry for entry in log if "final" in entry]
+    assert [entry for entry in log if "final" in entry] == ["third final"]
 
 
-def test_failure_on_one_rank_surfaces_on_all(told: list[Any]) -> None:
-    for background, others, finals in told[1]:
-        assert background.startswith("[1] ")
-        assert "rank 1: OSError: rank 1 has no space left" in background
-        assert "rank 0: ValueError: no commit" in others[0]
-        assert "rank 2: OSError: rank 2 has no space left" in others[1]
-        assert finals == ["third final"]
-
-
-def _different_calls(rank: int, world_size: int) -> str:
+def ranks_that_poll_different_calls_are_told(rank: int, folder: Path) -> None:
     queue = AsyncCallsQueue()
     if rank == 0:
         queue.call_idx += 1
     queue.schedule_async_request(AsyncRequest(None, (), []))
-    with pytest.raises(RanksError, match="different") as caught:
+    told = f"different asynchronous calls: rank {rank} polls call {int(rank == 0)}, others"
+    with pytest.raises(RanksError, match=told):
         queue.maybe_finalize_async_calls()
-    return str(caught.value)
 
 
-def test_ranks_that_poll_different_calls_are_told(told: list[Any]) -> None:
-    assert "call 1" in told[2][0]
-
-
-def _reductions(rank: int, world_size: int) -> int:
+def a_poll_makes_one_reduction_and_none_with_no_dist(rank: int, folder: Path) -> None:
     count = 0
     original = dist.all_reduce
 
@@ -270,18 +236,18 @@ def _reductions(rank: int, world_size: int) -> int:
         count += 1
         return original(*args, **kwargs)
 
-    dist.all_reduce = counted
     gate = threading.Event()
     queue = AsyncCallsQueue()
     queue.schedule_async_request(_request([], "a", gate))
-    queue.maybe_finalize_async_calls()
-    polled = count
-    queue.maybe_finalize_async_calls(no_dist=True)
-    assert count == polled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        queue.maybe_finalize_async_calls()
+        assert count == 1
+        queue.maybe_finalize_async_calls(no_dist=True)
+        assert count == 1
     gate.set()
     queue.close()
-    return polled
 
 
-def test_a_poll_makes_one_reduction_and_none_with_no_dist(told: list[Any]) -> None:
-    assert list(told[3]) == [1, 1, 1]
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)

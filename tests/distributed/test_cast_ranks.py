@@ -4,7 +4,6 @@ once between them, and with an error on one rank that reaches all."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.helpers.scenarios import raised, scenarios_of
+from tests.helpers.scenarios import gathered, raised
 
 WORLD = 3
 CHUNK = 4096
@@ -35,12 +34,10 @@ def saved(place: Path, rank: int) -> Path:
 
 
 def read_by_all(before: dict[str, int]) -> int:
-    found: list[Any] = [None] * WORLD
-    dist.all_gather_object(found, counters.copy()["bytes_read"] - before["bytes_read"])
-    return sum(found)
+    return sum(gathered(counters.copy()["bytes_read"] - before["bytes_read"]))
 
 
-def rows_and_flat_ranges(rank: int, world_size: int, folder: Path) -> None:
+def rows_and_flat_ranges(rank: int, folder: Path) -> None:
     place = saved(folder / "c", rank)
     size = WHOLE.numel() // WORLD
     flat = torch.zeros(size, dtype=torch.float64)
@@ -58,43 +55,42 @@ def rows_and_flat_ranges(rank: int, world_size: int, folder: Path) -> None:
             WHOLE.reshape(-1)[bounds].double(),
         ),
     ):
-        for options in ({}, {"replica_group": dist.group.WORLD, "share_replicas": "always"}):
-            for budget in (256, 3 * CHUNK, 1 << 28):
-                data.zero_()
-                shardstore.load(
-                    {"w": wanted}, place, cast=True, exchange_budget_bytes=budget, **options
-                )
-                assert torch.equal(data, want)
+        shared = {"replica_group": dist.group.WORLD, "share_replicas": "always"}
+        for budget, options in ((256, {}), (1 << 28, {}), (256, shared), (3 * CHUNK, shared)):
+            data.zero_()
+            shardstore.load(
+                {"w": wanted}, place, cast=True, exchange_budget_bytes=budget, **options
+            )
+            assert torch.equal(data, want)
 
 
-def each_byte_is_read_once_by_replicas(rank: int, world_size: int, folder: Path) -> None:
+def each_byte_is_read_once_by_replicas(rank: int, folder: Path) -> None:
     """Also where one of them wants another data type than the others, and a third none."""
     place = saved(folder / "c", rank)
     dtype = (torch.bfloat16, torch.float64, torch.float32)[rank]
-    for budget in (1, 6 * CHUNK, 1 << 28):
-        for kind in (torch.float16, dtype):
-            data, scalar = torch.zeros(48, 256, dtype=kind), torch.zeros((), dtype=kind)
-            state = {
-                "w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank),
-                "s": ShardedTensor.from_rank_offsets("s", scalar, replica_id=rank),
-            }
-            before = counters.copy()
-            shardstore.load(
-                state,
-                place,
-                cast=True,
-                # Ranks that describe a tensor in different ways are no partition of it.
-                validate_access_integrity=False,
-                replica_group=dist.group.WORLD,
-                share_replicas="always",
-                exchange_budget_bytes=budget,
-            )
-            assert torch.equal(data, WHOLE.to(kind))
-            assert scalar == 2.5
-            assert WHOLE.nbytes <= read_by_all(before) <= 1.02 * WHOLE.nbytes
+    for budget, kind in ((1, dtype), (6 * CHUNK, dtype), (1 << 28, torch.float16)):
+        data, scalar = torch.zeros(48, 256, dtype=kind), torch.zeros((), dtype=kind)
+        state = {
+            "w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank),
+            "s": ShardedTensor.from_rank_offsets("s", scalar, replica_id=rank),
+        }
+        before = counters.copy()
+        shardstore.load(
+            state,
+            place,
+            cast=True,
+            # Ranks that describe a tensor in different ways are no partition of it.
+            validate_access_integrity=False,
+            replica_group=dist.group.WORLD,
+            share_replicas="always",
+            exchange_budget_bytes=budget,
+        )
+        assert torch.equal(data, WHOLE.to(kind))
+        assert scalar == 2.5
+        assert WHOLE.nbytes <= read_by_all(before) <= 1.02 * WHOLE.nbytes
 
 
-def the_wrapper_casts_what_it_sends(rank: int, world_size: int, folder: Path) -> None:
+def the_wrapper_casts_what_it_sends(rank: int, folder: Path) -> None:
     place = saved(folder / "c", rank)
     for algorithm in ("broadcast", "chunks"):
         strategy = FullyParallelLoadStrategyWrapper(
@@ -108,7 +104,7 @@ def the_wrapper_casts_what_it_sends(rank: int, world_size: int, folder: Path) ->
         assert read_by_all(before) <= 1.02 * WHOLE.nbytes
 
 
-def what_one_rank_may_not_have_fails_on_all(rank: int, world_size: int, folder: Path) -> None:
+def what_one_rank_may_not_have_fails_on_all(rank: int, folder: Path) -> None:
     place = saved(folder / "c", rank)
     for share in ("never", "always"):
         for kind, options, text in (
@@ -131,9 +127,6 @@ def what_one_rank_may_not_have_fails_on_all(rank: int, world_size: int, folder: 
             assert isinstance(error, CheckpointingException)
             with pytest.raises(CheckpointingException, match=text):
                 raise error
-
-
-SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointingException, MissingKeyError
-from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import logged
 
 WORLD = 2
@@ -66,13 +65,16 @@ def unexpected(rank: int) -> set[str]:
     return {"model.new", "extra.seen", "extra.none", *(["own"] if rank else [])}
 
 
-def loose_loads(rank: int, world_size: int, folder: Path, own_writer: bool) -> None:
-    if own_writer:
-        dcp.save(saved(), storage_writer=StorageWriter(folder / "c"))
-    else:
-        shardstore.save(saved(), folder / "c")
+def a_reader_loads_what_is_there_and_tells_the_rest(rank: int, folder: Path) -> None:
+    dcp.save(saved(), storage_writer=StorageWriter(folder / "by-dcp"))
+    _loose_loads(rank, folder / "by-dcp")
+    shardstore.save(saved(), folder / "ours")
+    _loose_loads(rank, folder / "ours")
+
+
+def _loose_loads(rank: int, place: Path) -> None:
     for mode in ("return_all", "log_all", "ignore_all", "return_unexpected", "log_unexpected"):
-        reader = StorageReader(folder / "c", strict=mode)
+        reader = StorageReader(place, strict=mode)
         for _ in range(2):  # a reader serves several loads
             state = wanted(rank)
             with logged() as texts:
@@ -86,21 +88,21 @@ def loose_loads(rank: int, world_size: int, folder: Path, own_writer: bool) -> N
     for mode in ("raise_all", "raise_unexpected"):
         state = wanted(rank)
         with pytest.raises(CheckpointException) as caught:
-            dcp.load(state, storage_reader=StorageReader(folder / "c", strict=mode))
+            dcp.load(state, storage_reader=StorageReader(place, strict=mode))
         errors = [error for error, _ in caught.value.failures.values()]
-        assert [type(error) for error in errors] == [MissingKeyError] * world_size
+        assert [type(error) for error in errors] == [MissingKeyError] * WORLD
         assert "'own'" in str(errors[1])
         assert ("model.old" in str(errors[0])) == (mode == "raise_all")
         assert state["model"]["rows"].to_local().eq(-1).all()  # raised before anything was read
     state = {"model": {"rows": rows(-1)}}
     with pytest.raises(CheckpointException) as caught:
-        dcp.load(state, storage_reader=StorageReader(folder / "c", strict="raise_all"))
+        dcp.load(state, storage_reader=StorageReader(place, strict="raise_all"))
     assert all(type(e) is CheckpointingException for e, _ in caught.value.failures.values())
     with pytest.raises(CheckpointException, match="Missing key"):  # as before, without a mode
-        dcp.load(wanted(rank), storage_reader=StorageReader(folder / "c"))
+        dcp.load(wanted(rank), storage_reader=StorageReader(place))
 
 
-def loose_loads_of_installed_programs(rank: int, world_size: int, folder: Path) -> None:
+def installed_programs_load_loosely(rank: int, folder: Path) -> None:
     place = str(folder / "c")
     with install(strict="log_all"):
         dcp.save(saved(), checkpoint_id=place)
@@ -113,13 +115,8 @@ def loose_loads_of_installed_programs(rank: int, world_size: int, folder: Path) 
         assert "'model.new'" in text
 
 
-@pytest.mark.parametrize("own_writer", [True, False])
-def test_a_reader_loads_what_is_there_and_tells_the_rest(tmp_path: Path, own_writer: bool) -> None:
-    run_ranks(loose_loads, WORLD, tmp_path, own_writer)
-
-
-def test_installed_programs_load_loosely(tmp_path: Path) -> None:
-    run_ranks(loose_loads_of_installed_programs, WORLD, tmp_path)
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
 
 
 def test_an_unknown_mode_is_refused(caplog: pytest.LogCaptureFixture) -> None:

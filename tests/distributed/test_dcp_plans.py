@@ -3,7 +3,6 @@ them, and plans that do not fit together."""
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import StorageError
 from shardstore.storage.commit.folder import SEEN_S
-from tests.helpers.ranks_helper import run_ranks
 
 KEYS = ("a", "b", "c")
 WORLD = 3
@@ -86,18 +84,15 @@ def _is_b(item: Any) -> bool:
     return bool(item.dest_index.fqn == "b")
 
 
-def load_with_one_who_looks(rank: int, world_size: int, folder: Path) -> Any:
+def a_load_follows_its_planner_and_the_coordinator_sees_all_items(rank: int, folder: Path) -> None:
     dcp.save(state(None), storage_writer=StorageWriter(folder / "saved"))
     planner = Looks()
     found = state(-1.0)
     dcp.load(found, storage_reader=StorageReader(folder / "saved"), planner=planner)
     for key in KEYS:
         assert torch.equal(found[key].full_tensor(), truth(key)), key
-    load_without_b(rank, world_size, folder)
-    return planner.seen if rank == 0 else None
-
-
-def load_without_b(rank: int, world_size: int, folder: Path) -> None:
+    if rank == 0:
+        assert planner.seen == [[(key, (2 * r, 0)) for key in KEYS] for r in range(WORLD)]
     reader = StorageReader(folder / "saved")  # a reader may be used again
     for planner in (Replaces, ChangesInPlace, ChangesItsOwn):
         found = state(-1.0)
@@ -105,47 +100,38 @@ def load_without_b(rank: int, world_size: int, folder: Path) -> None:
         for key in KEYS:
             whole = found[key]
             assert isinstance(whole, DTensor)
-            mine = truth(key).chunk(world_size)[rank]
+            mine = truth(key).chunk(WORLD)[rank]
             expected = torch.full_like(mine, -1.0) if key == "b" and rank else mine
             assert torch.equal(whole.to_local(), expected), (key, rank, planner)
 
 
-def test_a_load_follows_its_planner_and_the_coordinator_sees_all_items(tmp_path: Path) -> None:
-    seen = run_ranks(load_with_one_who_looks, WORLD, tmp_path)[0]
-    assert seen == [[(key, (2 * rank, 0)) for key in KEYS] for rank in range(WORLD)]
-
-
-def save_two_types(rank: int, world_size: int, folder: Path) -> str:
-    mesh = init_device_mesh("cpu", (world_size,))
+def ranks_that_give_a_tensor_two_types_are_all_told(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
     part = torch.ones(2, 3, dtype=torch.float16 if rank == 1 else torch.float32)
     state = {"w": DTensor.from_local(part, mesh, [Shard(0)])}
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.save(state, storage_writer=StorageWriter(folder / "checkpoint"))
-    return str(caught.value)
-
-
-def test_ranks_that_give_a_tensor_two_types_are_all_told(tmp_path: Path) -> None:
-    for text in run_ranks(save_two_types, WORLD, tmp_path):
-        for part in ("'w'", "rank 1 has", "float16", "rank 0 has", "float32"):
-            assert part in text
-    assert not any(tmp_path.iterdir())
-
-
-def save_in_its_own_folder(rank: int, world_size: int, folder: str) -> str:
-    """Each rank sees a folder of its own at the same path, as nodes with disks of their own do."""
-    os.mkdir(f"{folder}/node-{rank}")
-    os.chdir(f"{folder}/node-{rank}")
-    began = time.monotonic()
     with pytest.raises(CheckpointException) as caught:
-        dcp.save(state(None), storage_writer=StorageWriter("run/step-1"))
-    assert time.monotonic() - began < SEEN_S / 2
-    assert not os.path.exists("run/step-1")
-    return str(caught.value)
+        dcp.save(state, storage_writer=StorageWriter(folder / "checkpoint"))
+    for part in ("'w'", "rank 1 has", "float16", "rank 0 has", "float32"):
+        assert part in str(caught.value)
+    dist.barrier()
+    assert not any(folder.iterdir())
 
 
-def test_a_folder_for_each_node_is_told_soon(tmp_path: Path) -> None:
-    for said in run_ranks(save_in_its_own_folder, 2, str(tmp_path)):
-        assert "not on a file system that all ranks share" in said
+def a_folder_for_each_node_is_told_soon(rank: int, folder: Path) -> None:
+    """Each rank sees a folder of its own at the same path, as nodes with disks of their own do."""
+    own = folder / f"node-{rank}"
+    own.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(own)
+        began = time.monotonic()
+        with pytest.raises(CheckpointException, match="not on a file system that all ranks share"):
+            dcp.save(state(None), storage_writer=StorageWriter("run/step-1"))
+        assert time.monotonic() - began < SEEN_S / 2
+    assert not (own / "run/step-1").exists()
+
+
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
 
 
 def test_disks_of_several_machines_are_told_before_anything_is_written(tmp_path: Path) -> None:

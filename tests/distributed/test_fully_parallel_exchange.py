@@ -24,7 +24,9 @@ from shardstore.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
     distribute_main_replicas_with_precomputed_distribution,
 )
-from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import gathered
+
+WORLD = 4
 
 
 def _path(folder: str | Path, item: ShardedTensor | ShardedObject) -> Path:
@@ -113,115 +115,94 @@ def _state(rank: int, world_size: int, fill: bool) -> dict[str, Any]:
     return state
 
 
-def _save(rank: int, world_size: int, folder: str, how: str) -> list[str]:
-    state = _state(rank, world_size, True)
-    if how == "async":
-        FullyParallelSaveStrategyWrapper(_SaveAsync()).async_save(state, folder).execute_sync()
-    else:
-        FullyParallelSaveStrategyWrapper(_Save()).save(state, folder)
-    shards = list(nested_values(state))
-    assert {shard.replica_id for shard in shards} <= {0, 1}
-    return [shard.key for shard in shards if shard.replica_id == 0]
+def each_shard_is_saved_by_one_rank_and_read_by_one(rank: int, folder: Path) -> None:
+    of_ranks = (_state(number, WORLD, True) for number in range(WORLD))
+    everything = {shard.key for state in of_ranks for shard in nested_values(state)}
+    for how in ("at once", "later"):
+        (folder / how).mkdir(exist_ok=True)
+        state = _state(rank, WORLD, True)
+        if how == "later":
+            wrapper = FullyParallelSaveStrategyWrapper(_SaveAsync())
+            wrapper.async_save(state, folder / how).execute_sync()
+        else:
+            FullyParallelSaveStrategyWrapper(_Save()).save(state, folder / how)
+        shards = list(nested_values(state))
+        assert {shard.replica_id for shard in shards} <= {0, 1}
+        saved = gathered([shard.key for shard in shards if shard.replica_id == 0])
+        assert sorted(key for keys in saved for key in keys) == sorted(everything)
+        assert all(saved), "every rank has a part in it"
+    for given in (True, False):
+        keys = [key for keys in gathered(_loaded(rank, folder / how, given)) for key in keys]
+        assert sorted(keys) == sorted(everything), "nothing is read twice"
 
 
-@pytest.mark.parametrize("how", ["sync", "async"])
-def test_each_shard_is_saved_by_one_rank(tmp_path: Path, how: str) -> None:
-    saved = run_ranks(_save, 3, str(tmp_path), how)
-    everything = sorted(_.key for r in range(3) for _ in nested_values(_state(r, 3, True)))
-    assert sorted(key for keys in saved for key in keys) == sorted(set(everything))
-    assert all(saved), "every rank has a part in it"
-
-
-def _load_all_ways(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    return [_load(rank, world_size, folder, given) for given in (True, False)]
-
-
-def _load(rank: int, world_size: int, folder: str, given: bool) -> dict[str, Any]:
+def _loaded(rank: int, folder: Path, given: bool) -> list[str]:
+    """Load twice by one wrapper, which keeps who reads what; the keys that this rank has read."""
     base = _Load()
     wrapper = FullyParallelLoadStrategyWrapper(base, None, True)
-    moved: list[int] = []
-    original = torch.distributed.broadcast
+    sent = 0
+    original = dist.broadcast
 
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        moved.append(tensor.nbytes)
-        return original(tensor, *args, **kwargs)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return original(*args, **kwargs)
 
-    torch.distributed.broadcast = counted
-    for round_number in range(2):
-        wanted = _state(rank, world_size, False)
-        wanted["plain"] = ["left", "alone"]
-        if not given:
-            for shard in nested_values({k: v for k, v in wanted.items() if k != "plain"}):
-                shard.data = None
-        got = wrapper.load(wanted, folder)
-        if round_number == 0:
-            result = {"keys": sorted(base.keys), "sent": list(moved)}
-        assert got.pop("plain") == ["left", "alone"]
-        expected = _state(rank, world_size, True)
-        assert list(got) == list(expected)
-        pairs = zip(nested_values(got), nested_values(expected), strict=True)
-        for tensor, shard in pairs:
-            assert tensor.dtype == shard.dtype
-            assert torch.equal(_bytes(tensor), _bytes(shard.data))
-        if given:
-            for tensor, shard in zip(
-                nested_values(got),
-                nested_values({k: v for k, v in wanted.items() if k != "plain"}),
-                strict=True,
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", counted)
+        for _ in range(2):
+            wanted = _state(rank, WORLD, False)
+            shards = list(nested_values(wanted))
+            if not given:
+                for shard in shards:
+                    shard.data = None
+            got = wrapper.load({**wanted, "plain": ["left", "alone"]}, folder)
+            assert got.pop("plain") == ["left", "alone"]
+            expected = _state(rank, WORLD, True)
+            assert list(got) == list(expected)
+            for tensor, asked, stored in zip(
+                nested_values(got), shards, nested_values(expected), strict=True
             ):
-                assert tensor.data_ptr() == shard.data.data_ptr(), "loaded where it was asked for"
-    torch.distributed.broadcast = original
-    return result
+                assert tensor.dtype == stored.dtype
+                assert torch.equal(_bytes(tensor), _bytes(stored.data))
+                if given:
+                    assert tensor.data_ptr() == asked.data.data_ptr(), "where it was asked for"
+    # "one" is held by a single rank: there is nobody to send it to.
+    assert sent == 2 * 9
+    return base.keys[: len(base.keys) // 2]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def test_each_shard_is_read_once_and_reaches_all(tmp_path: Path) -> None:
-    run_ranks(_save, 3, str(tmp_path), "sync")
-    for results in zip(*run_ranks(_load_all_ways, 3, str(tmp_path)), strict=True):
-        keys = sorted(key for result in results for key in result["keys"])
-        assert keys == sorted(set(keys)), "nothing is read twice"
-        for result in results:
-            # "one" is held by a single rank: there is nobody to send it to.
-            assert len(result["sent"]) == 9
-
-
-def _groups(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:
+def groups_save_once_in_all_and_load_once_each(rank: int, folder: Path) -> None:
     """Two groups of two; the main replicas of everything are in the first."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = groups[rank // 2]
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     state = {f"t{n}": _tensor(f"t{n}", 20, rank, True) for n in range(4)}
-    saver = FullyParallelSaveStrategyWrapper(_Save(), group)
-    saver.save(state, folder)
-    dist.barrier()
+    FullyParallelSaveStrategyWrapper(_Save(), group).save(state, folder)
+    saved = gathered([key for key, shard in state.items() if shard.replica_id == 0])
+    assert [len(keys) for keys in saved] == [2, 2, 0, 0]
     base = _Load()
     wanted = {f"t{n}": _tensor(f"t{n}", 20, rank, False) for n in range(4)}
     got = FullyParallelLoadStrategyWrapper(base, group).load(wanted, folder)
     for n in range(4):
         assert torch.equal(got[f"t{n}"], _tensor(f"t{n}", 20, 0, True).data)
-    return [key for key, shard in state.items() if shard.replica_id == 0], sorted(base.keys)
-
-
-def test_groups_save_once_in_all_and_load_once_each(tmp_path: Path) -> None:
-    results = run_ranks(_groups, 4, str(tmp_path))
-    assert [len(saved) for saved, _ in results] == [2, 2, 0, 0]
-    assert [len(read) for _, read in results] == [2, 2, 2, 2]
+    read = gathered(base.keys)
+    assert [len(keys) for keys in read] == [2, 2, 2, 2]
     for first in (0, 2):
-        assert sorted(results[first][1] + results[first + 1][1]) == ["t0", "t1", "t2", "t3"]
+        assert sorted(read[first] + read[first + 1]) == ["t0", "t1", "t2", "t3"]
 
 
-def _cached(rank: int, world_size: int, folder: str) -> list[int]:
+def a_kept_distribution_is_used_and_renewed(rank: int, folder: Path) -> None:
     gathers = 0
-    original = torch.distributed.all_gather_object
+    original = dist.all_gather_object
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal gathers
         gathers += 1
         return original(*args, **kwargs)
 
-    torch.distributed.all_gather_object = counted
     wrapper = FullyParallelSaveStrategyWrapper(_Save(), None, True)
     assert wrapper.cached_distribution is None
     history = []
@@ -230,22 +211,20 @@ def _cached(rank: int, world_size: int, folder: str) -> list[int]:
         if step >= 2 and rank == 1:
             # The structure changes on one rank only: it must not be lost, nor hang.
             state["new"] = _tensor("new", 3, 0, True)
-        target = Path(folder, str(step))
+        target = folder / str(step)
         target.mkdir(exist_ok=True)
-        wrapper.save(state, target)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather_object", counted)
+            wrapper.save(state, target)
         assert wrapper.cached_distribution is not None
         history.append(gathers)
         dist.barrier()
         assert len(list(target.iterdir())) == len(wrapper.cached_distribution.main_rank_for_shard)
     assert ("new", (0,), None) in wrapper.cached_distribution.shards_in_this_group
-    return history
+    assert history == [1, 1, 2, 2]
 
 
-def test_cached_distribution_is_used_and_renewed(tmp_path: Path) -> None:
-    assert run_ranks(_cached, 2, str(tmp_path)) == [[1, 1, 2, 2]] * 2
-
-
-def _objects(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def objects_are_loaded_once_and_handed_out(rank: int, world_size: int, folder: Path) -> None:
     state: dict[str, Any] = {
         "shared": ShardedObject("shared", {"x": 5}, (1,), (0,), rank),
         "own": ShardedObject("own", rank, (world_size,), (rank,), 0),
@@ -259,53 +238,33 @@ def _objects(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     state["t"] = _tensor("t", 4, rank, False)
     got = wrapper.load(state, folder)
     assert torch.equal(got["t"], _tensor("t", 4, 0, True).data)
+    assert (got["shared"], got["own"]) == ({"x": 5}, rank)
+    assert gathered(base.keys.count("shared")) == [1, 0, 0, 0]
     orphan = {"o": ShardedObject("orphan", None, (1,), (0,), 1)}
     with pytest.raises(CheckpointingException, match="orphan"):
         wrapper.load(orphan, folder)
-    return {"shared": got["shared"], "own": got["own"], "read": base.keys.count("shared")}
 
 
-def test_objects_are_loaded_once_and_handed_out(tmp_path: Path) -> None:
-    results = run_ranks(_objects, 3, str(tmp_path))
-    assert [result["own"] for result in results] == [0, 1, 2]
-    assert [result["shared"] for result in results] == [{"x": 5}] * 3
-    assert [result["read"] for result in results] == [1, 0, 0]
-
-
-def _fails(rank: int, world_size: int, folder: str) -> str:
+def a_failure_to_read_reaches_all_ranks(rank: int, folder: Path) -> None:
     _Save().save({"a": _tensor("a", 8, rank, True)}, folder)
     dist.barrier()
     wanted = {"a": _tensor("a", 8, rank, False), "gone": _tensor("gone", 9, rank, False)}
-    try:
+    with pytest.raises((RanksError, FileNotFoundError), match="gone") as caught:
         FullyParallelLoadStrategyWrapper(_Load()).load(wanted, folder)
-    except (RanksError, FileNotFoundError) as error:
-        return f"{type(error).__name__} {error}"
-    return "nothing"
+    assert sorted(gathered(caught.typename)) == ["FileNotFoundError", *["RanksError"] * 3]
 
 
-def test_read_failure_on_one_rank_reaches_all(tmp_path: Path) -> None:
-    texts = run_ranks(_fails, 3, str(tmp_path), timeout_s=60)
-    assert all("gone" in text for text in texts)
-    assert sum(text.startswith("FileNotFoundError") for text in texts) == 1
-    assert sum(text.startswith("RanksError") for text in texts) == 2
-
-
-def _mismatch(rank: int, world_size: int, folder: str) -> str:
+def a_loaded_dtype_that_does_not_fit_is_an_error_on_all(rank: int, folder: Path) -> None:
     _Save().save({"a": _tensor("a", 8, rank, True, dtype=torch.float64)}, folder)
     dist.barrier()
     wanted = {"a": _tensor("a", 8, rank, False)}
     wanted["a"].data = None
-    try:
+    with pytest.raises(CheckpointingException, match=r"float64.*float32|float32.*float64"):
         FullyParallelLoadStrategyWrapper(_Load()).load(wanted, folder)
-    except CheckpointingException as error:
-        return str(error)
-    return "nothing"
 
 
-def test_loaded_dtype_that_does_not_fit_is_an_error_on_all(tmp_path: Path) -> None:
-    for text in run_ranks(_mismatch, 2, str(tmp_path), timeout_s=60):
-        assert "float64" in text
-        assert "float32" in text
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
 
 
 def test_one_rank_saves_and_loads_through_the_wrappers(tmp_path: Path) -> None:

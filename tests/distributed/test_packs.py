@@ -20,7 +20,6 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.commit.packing import most_bytes
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.folder import LocalFolder
-from tests.helpers.scenarios import scenarios_of
 
 WORLD = 4
 ARRAYS = 30
@@ -51,7 +50,7 @@ def packs(place: Path) -> list[str]:
     return sorted(path.name for path in (place / ".packs").iterdir())
 
 
-def small_chunks_of_all_ranks_are_in_one_pack(rank: int, world_size: int, folder: Path) -> None:
+def small_chunks_of_all_ranks_are_in_one_pack(rank: int, folder: Path) -> None:
     place = folder / "c"
     shardstore.save(sharded(rank), place, pack=True)
     check(rank, place)
@@ -82,7 +81,7 @@ def a_rank_with_much_writes_a_pack_of_its_own(rank: int, world_size: int, folder
         assert torch.equal(tensor, wanted[key])
 
 
-def asynchronous_saves_pack_too(rank: int, world_size: int, folder: Path) -> None:
+def asynchronous_saves_pack_too(rank: int, folder: Path) -> None:
     state = sharded(rank)
     request = shardstore.async_save(state, folder / "c", pack=True, staging_budget_bytes=4096)
     for value in state.values():
@@ -114,15 +113,13 @@ def flattened_and_uneven_parts_are_packed(rank: int, world_size: int, folder: Pa
     assert packs(folder / "c")
 
 
-def ranks_must_agree_about_packs(rank: int, world_size: int, folder: Path) -> None:
+def ranks_must_agree_about_packs(rank: int, folder: Path) -> None:
     with pytest.raises(CheckpointingException, match=r"pack=True but rank|differently.*packed"):
         shardstore.save(sharded(rank), folder / "c", pack=rank == 1)
     assert not (folder / "c").exists()
 
 
-def a_pack_that_cannot_be_written_fails_every_rank(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def a_pack_that_cannot_be_written_fails_every_rank(rank: int, folder: Path) -> None:
     write = os.open
 
     def refusing(path: Any, *args: Any, **about: Any) -> int:
@@ -162,9 +159,6 @@ def fewer_rows_than_ranks_of_a_constant(rank: int, world_size: int, folder: Path
     shardstore.save(state, folder / "d", pack=True)
     for place in (folder / "c", folder / "d"):
         assert shardstore.open(place)["w"][...].tolist() == [[1] * 4] * 2
-
-
-SCENARIOS = scenarios_of(globals())
 
 
 def test_of_four_ranks(scenario: str, held: list[list[str]]) -> None:

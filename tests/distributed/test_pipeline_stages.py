@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +19,6 @@ import shardstore
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.mapping import ShardedTensorFactory
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.scenarios import scenarios_of
 
 WORLD = 4
 SIZE = 6
@@ -93,11 +93,11 @@ def local(state: Any) -> Any:
     return state.to_local().tolist() if isinstance(state, DTensor) else state
 
 
-def the_same_program_saves_and_loads(rank: int, world_size: int, folder: Path) -> None:
-    expected = local(state_of(trained(rank, 3)))
+def the_same_program_saves_and_loads(rank: int, folder: Path) -> None:
+    saved = {**state_of(trained(rank, 3)), **beside(rank)}
+    expected = local(saved)
     for number, way in enumerate(("zarr", "v2", "async", "manager", "strategy", "direct")):
         place = folder / str(number)
-        saved = {**state_of(trained(rank, 3)), **beside(rank)}
         if way == "async":
             shardstore.async_save(shardstore.shard(saved), place).result(60)
         elif way == "manager":
@@ -129,10 +129,8 @@ def the_same_program_saves_and_loads(rank: int, world_size: int, folder: Path) -
         assert str(again["optim"]["state"]) == str(expected["optim"]["state"]), way
 
 
-def one_description_serves_many_saves_and_loads(rank: int, world_size: int, folder: Path) -> None:
+def one_description_serves_many_saves_and_loads(rank: int, folder: Path) -> None:
     """By all ranks, by the ranks of a stage, and by all ranks again."""
-    import torch.distributed as dist
-
     stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     state = state_of(trained(rank, 2))["model"] | {"plain": torch.arange(3.0)}
     expected = local(state)
@@ -147,16 +145,13 @@ def one_description_serves_many_saves_and_loads(rank: int, world_size: int, fold
         assert loaded["plain"].tolist() == [0, 1, 2]
 
 
-def stages_load_without_stages_and_back(rank: int, world_size: int, folder: Path) -> None:
+def stages_load_without_stages_and_back(rank: int, folder: Path) -> None:
     for here, there in ((True, False), (False, True)):
         place = folder / str(here)
         shardstore.save(shardstore.shard(state_of(trained(rank, 2, stages=here))["model"]), place)
         wanted = state_of(trained(rank, 1, stages=there))["model"]
         shardstore.load(shardstore.shard(wanted), place)
         assert local(wanted) == local(state_of(trained(rank, 2, stages=there))["model"])
-
-
-SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -68,16 +68,14 @@ def state(world_size: int, *, shift: int = 0, zero: bool = False) -> dict[str, A
         for key in SHAPES:
             full = whole(key, shift)
             full = torch.full_like(full, -1) if zero else full
-            axes = [_normal(p, full.ndim) for p in placed]
-            made[name][key] = DTensor.from_local(
-                part_of(full, mesh[which], axes),
-                mesh[which],
-                axes,
-                run_check=False,
-                shape=full.shape,
-                stride=full.stride(),
-            )
+            made[name][key] = cut(full, mesh[which], [_normal(p, full.ndim) for p in placed])
     return made
+
+
+def cut(full: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
+    """A whole tensor as a DTensor; no rank sends anything."""
+    local, shape, stride = part_of(full, mesh, placed), full.shape, full.stride()
+    return DTensor.from_local(local, mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
 def part_of(full: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> torch.Tensor:

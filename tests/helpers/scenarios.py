@@ -1,7 +1,7 @@
 """Many short scenarios in one spawn of ranks, and what they look for.
 
-A scenario is a function ``fn(rank, world_size, folder)``, run on all ranks at a time. The first to
-fail ends them all: the other ranks may be waiting for the one that failed.
+A scenario is a function ``fn(rank, folder)`` or ``fn(rank, world_size, folder)``, run on all ranks
+at a time. The first to fail ends them all: the other ranks may be waiting for the one that failed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch.distributed as dist
 
 from shardstore.errors import CheckpointingException
 
-Scenario = Callable[[int, int, Path], None]
+Scenario = Callable[..., None]
 
 
 def scenarios_of(module: dict[str, Any]) -> list[Scenario]:
     """The scenarios among the functions of a module, given its ``globals()``; those with a leading
     underscore are none."""
-    arguments = ["rank", "world_size", "folder"]
+    arguments = ["rank", "folder"], ["rank", "world_size", "folder"]
     return [
         value
         for name, value in module.items()
         if inspect.isfunction(value)
         and value.__module__ == module["__name__"]
-        and list(inspect.signature(value).parameters) == arguments
+        and list(inspect.signature(value).parameters) in arguments
         and not name.startswith("_")
     ]
 
@@ -45,9 +45,10 @@ def run_scenarios(
     for scenario in scenarios:
         place = Path(folder, scenario.__name__)
         place.mkdir(exist_ok=True)
+        given = {"rank": rank, "world_size": world_size, "folder": place}
         dist.barrier()
         try:
-            scenario(rank, world_size, place)
+            scenario(**{name: given[name] for name in inspect.signature(scenario).parameters})
         except Exception as error:
             error.add_note(f"in {scenario.__name__} on rank {rank}")
             raise
@@ -96,6 +97,13 @@ def raised(call: Callable[[], object]) -> CheckpointingException:
     except CheckpointingException as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each rank gives, by rank; all have come when it returns."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def remains(folder: Path) -> list[str]:
