@@ -9,6 +9,7 @@ import resource
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -20,22 +21,23 @@ import torch.distributed as dist
 import shardstore
 from shardstore.distributed import coordinator as ranks
 from shardstore.errors import (
-    CheckpointExistsError,
     CheckpointingException,
     RanksError,
     SaveInProgressError,
     StorageError,
 )
-from shardstore.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from shardstore.mapping import ShardedStateDict, ShardedTensor
 from shardstore.storage.commit.folder import FolderAttempt
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import RankFailed, run_ranks
-from tests.helpers.scenarios import files_at_most, raised, remains, scenarios_of
+from tests.helpers.scenarios import files_at_most, raised, remains
+from tests.helpers.spoilt_states import WHOLE, check, spoil, state_of
 
 WORLD = 3
-WHOLE = torch.arange(3 * 64 * 40, dtype=torch.float32).reshape(3 * 64, 40)
+TORCH_DIST: dict[str, Any] = {"sharded_strategy": ("torch_dist", 1)}
+WAYS: tuple[dict[str, Any], ...] = ({}, {"staging_budget_bytes": 8192}, TORCH_DIST)
 
 
 class Gated(ZarrSaveShardedStrategy):
@@ -50,7 +52,6 @@ class Gated(ZarrSaveShardedStrategy):
     ) -> AsyncRequest:
         request = super().async_save(sharded_state_dict, checkpoint_dir)
         write = request.async_fn
-        assert write is not None
 
         def after_gate() -> None:
             assert self.gate.wait(60)
@@ -59,57 +60,27 @@ class Gated(ZarrSaveShardedStrategy):
         return request._replace(async_fn=after_gate)
 
 
-def state_of(rank: int, world_size: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Rows, a flattened tensor whose chunks ranks share, a replica, an object, common values."""
-    rows = WHOLE.chunk(world_size)[rank].clone()
-    bounds = [0, 1001, 5003, WHOLE.numel()]
-    flat = WHOLE.reshape(-1)[bounds[rank] : bounds[rank + 1]].clone()
-    same = WHOLE.bfloat16().t().clone()
-    state = {
-        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, world_size)),
-        "flat": ShardedTensor.from_rank_offsets_flat(
-            "flat", flat, tuple(WHOLE.shape), flattened_range=slice(bounds[rank], bounds[rank + 1])
-        ),
-        "same": ShardedTensor.from_rank_offsets("same", same, replica_id=rank),
-        "object": ShardedObject("object", {"rank": rank}, (world_size,), (rank,)),
-        "step": 7,
-    }
-    return state, [rows, flat, same]
-
-
-def check(folder: Path) -> None:
-    loaded = shardstore.load_plain_tensors(folder)
-    assert torch.equal(loaded["rows"], WHOLE)
-    assert torch.equal(loaded["flat"], WHOLE)
-    assert torch.equal(loaded["same"], WHOLE.bfloat16().t())
-    assert loaded["step"] == 7
-
-
-def spoil(tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.fill_(-1)
-
-
 def the_state_at_the_call_is_saved(rank: int, world_size: int, folder: Path) -> None:
-    for number, options in enumerate(
-        [{}, {"staging_budget_bytes": 8192}, {"validate_access_integrity": False}]
-    ):
+    for number, options in enumerate([*WAYS, {"validate_access_integrity": False}]):
         state, tensors = state_of(rank, world_size)
         handle = shardstore.async_save(state, folder / f"c{number}", **options)
         spoil(tensors)
         record = handle.result(60)
         assert handle.done()
         assert handle.exception() is None
-        assert record["world_size"] == world_size
-        assert record["stored_bytes"] >= 2 * WHOLE.nbytes + WHOLE.nbytes // 2
+        if options is not TORCH_DIST:
+            assert record["world_size"] == world_size
+            assert record["stored_bytes"] >= 2 * WHOLE.nbytes + WHOLE.nbytes // 2
+            root = json.loads((folder / f"c{number}" / "zarr.json").read_text())
+            assert root["attributes"]["shardstore"]["commit"] == record
         check(folder / f"c{number}")
 
 
 def copying_overlaps_until_wait_staged(rank: int, world_size: int, folder: Path) -> None:
-    for number, budget in enumerate((None, 8192)):
+    for number, options in enumerate(WAYS):
         state, tensors = state_of(rank, world_size)
         handle = shardstore.async_save(
-            state, folder / f"c{number}", overlap_staging=True, staging_budget_bytes=budget
+            state, folder / f"c{number}", overlap_staging=True, **options
         )
         assert handle.wait_staged(60)
         spoil(tensors)
@@ -119,27 +90,20 @@ def copying_overlaps_until_wait_staged(rank: int, world_size: int, folder: Path)
 
 def a_request_commits_where_the_trainer_polls(rank: int, world_size: int, folder: Path) -> None:
     queue = AsyncCallsQueue()
-    for number, budget in enumerate((None, 8192)):
+    for number, options in enumerate(WAYS):
         state, tensors = state_of(rank, world_size)
         place = folder / f"c{number}"
-        request = shardstore.save(
-            state, place, async_sharded_save=True, staging_budget_bytes=budget
-        )
+        request = shardstore.save(state, place, async_sharded_save=True, **options)
         spoil(tensors)
         assert isinstance(request, AsyncRequest)
         queue.schedule_async_request(request)
-        dist.barrier()
-        assert not place.exists()
-        assert queue.maybe_finalize_async_calls(blocking=True) == [number]
-        check(place)
+    dist.barrier()
+    assert [name for name in remains(folder) if not name.startswith(".")] == []
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    assert remains(folder) == ["c0", "c1", "c2"]
+    for name in remains(folder):
+        check(folder / name)
     queue.close()
-
-
-def a_request_can_be_carried_out_at_once(rank: int, world_size: int, folder: Path) -> None:
-    request = shardstore.save(state_of(rank, world_size)[0], folder / "c", async_sharded_save=True)
-    assert request is not None
-    request.execute_sync()
-    check(folder / "c")
 
 
 def the_strategy_alone_commits_arrays(rank: int, world_size: int, folder: Path) -> None:
@@ -153,42 +117,40 @@ def the_strategy_alone_commits_arrays(rank: int, world_size: int, folder: Path) 
     assert (zarr.open_group(folder / "c", mode="r")["rows"][:] == WHOLE.numpy()).all()
 
 
-def a_failure_in_the_background_reaches_every_rank(
-    rank: int, world_size: int, folder: Path
-) -> None:
-    state, _ = state_of(rank, world_size)
-    gated = Gated()
-    handle = shardstore.async_save(state, folder / "c", gated)
-    with files_at_most(1000 if rank == 1 else resource.RLIM_INFINITY):
-        gated.gate.set()
-        assert handle.wait(60)
-    error = handle.exception()
-    assert "larger" in str(error) or "file system" in str(error), error
-    if rank == 1:
-        assert isinstance(error, StorageError)
-        assert error.key in ("rows", "flat", "object")
-    else:
-        assert isinstance(error, RanksError)
-        assert list(error.failures) == [1]
-    assert raised(handle.result) is error
-    dist.barrier()
-    assert remains(folder) == []
-
-
-def a_failed_request_reaches_every_rank_at_the_poll(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def a_failed_write_reaches_every_rank_however_it_is_asked_for(rank: int, folder: Path) -> None:
     queue = AsyncCallsQueue()
-    request = shardstore.save(state_of(rank, world_size)[0], folder / "c", async_sharded_save=True)
-    assert request is not None
-    with files_at_most(1000 if rank == 2 else resource.RLIM_INFINITY):
-        queue.schedule_async_request(request)
-        error = raised(lambda: queue.maybe_finalize_async_calls(blocking=True))
+
+    def by_handle(name: str = "c", **options: Any) -> None:
+        shardstore.async_save(state_of(rank, WORLD)[0], folder / name, **options).result(60)
+
+    def by_queue(**options: Any) -> None:
+        state, _ = state_of(rank, WORLD)
+        queue.schedule_async_request(
+            shardstore.save(state, folder / "c", async_sharded_save=True, **options)
+        )
+        queue.maybe_finalize_async_calls(blocking=True)
+
+    def at_once(**options: Any) -> None:
+        shardstore.save(state_of(rank, WORLD)[0], folder / "c", **options)
+
+    by_handle("before")  # ranks connect for the first save, by a store that is a file here
+    for options, said in (({}, "file system"), (TORCH_DIST, "File too large")):
+        for save in (by_handle, at_once, by_queue):
+            with files_at_most(1000 if rank == 2 else resource.RLIM_INFINITY):
+                error = raised(partial(save, **options))
+                dist.barrier()
+            assert said in str(error), error
+            assert rank == 2 or "rank 2" in str(error), error
+            if save is by_handle and not options:
+                assert isinstance(error, StorageError if rank == 2 else RanksError)
+                assert rank == 2 or list(error.failures) == [2]
+                assert rank != 2 or error.key in ("rows", "flat", "object")
+            assert str(folder) in str(error)
+            dist.barrier()
+            assert remains(folder) == ["before"]
     assert isinstance(error, RanksError)
-    assert 2 in error.failures
-    assert "file system" in error.failures[2]
-    dist.barrier()
-    assert remains(folder) == []
+    by_queue()
+    check(folder / "c")
 
 
 class Staged(ZarrSaveShardedStrategy):
@@ -210,7 +172,6 @@ class Staged(ZarrSaveShardedStrategy):
     ) -> AsyncRequest:
         request = super().async_save(sharded_state_dict, checkpoint_dir)
         write = request.async_fn
-        assert write is not None
 
         def after(_: object, preloaded: str | None) -> None:
             self.call(f"write after {preloaded}")
@@ -230,12 +191,10 @@ def the_functions_of_another_strategy_are_called(rank: int, world_size: int, fol
     check(folder / "c")
 
 
-def a_function_that_fails_on_one_rank_fails_the_save_on_all(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def a_function_that_fails_on_one_rank_fails_the_save_on_all(rank: int, folder: Path) -> None:
     for name in ("preload", "end"):
         staged = Staged(name if rank == 1 else "")
-        handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", staged)
+        handle = shardstore.async_save(state_of(rank, WORLD)[0], folder / "c", staged)
         assert f"{name} fails" in str(handle.exception(60))
         dist.barrier()
         assert remains(folder) == []
@@ -312,7 +271,6 @@ def loads_of_the_same_place_wait_for_it(rank: int, world_size: int, folder: Path
             assert shardstore.load(wanted, folder / "c1")["step"] == 1
         else:
             restored = manager.restore(state_of(rank, world_size)[0])
-            assert restored is not None
             assert (restored.step, restored.state["step"]) == (1, 0)
         assert handle.done()
         assert handle.exception() is None
@@ -329,23 +287,11 @@ def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> 
     error = handle.exception(60)
     assert isinstance(error, SaveInProgressError if rank == 1 else RanksError)
     assert "aborted before its commit" in str(error)
+    assert raised(handle.result) is error
     dist.barrier()
     assert remains(folder) == []
     shardstore.async_save(state_of(rank, world_size)[0], folder / "c").result(60)
     check(folder / "c")
-
-
-def what_is_there_is_not_replaced_unasked(rank: int, world_size: int, folder: Path) -> None:
-    state, _ = state_of(rank, world_size)
-    shardstore.async_save(state, folder / "c").result(60)
-    error = raised(lambda: shardstore.async_save(state_of(rank, world_size)[0], folder / "c"))
-    assert isinstance(error, CheckpointExistsError)
-    handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", overwrite=True)
-    handle.result(60)
-    check(folder / "c")
-
-
-SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
@@ -514,8 +460,16 @@ if sys.argv[3] == "raise":
 """
 
 
-@pytest.mark.parametrize("ends", ["return", "exit", "raise", "signal"])
-@pytest.mark.parametrize("at_exit", ["wait", "abort"])
+@pytest.mark.parametrize(
+    ("at_exit", "ends"),
+    [
+        ("wait", "return"),
+        ("wait", "raise"),
+        ("wait", "signal"),
+        ("abort", "exit"),
+        ("abort", "raise"),
+    ],
+)
 def test_interpreter_exit(tmp_path: Path, at_exit: str, ends: str) -> None:
     program, place = tmp_path / "program.py", tmp_path / "run"
     program.write_text(EXITS)
@@ -533,18 +487,6 @@ def test_interpreter_exit(tmp_path: Path, at_exit: str, ends: str) -> None:
         assert "aborted before its commit" in ended.stderr
         assert ended.stderr.count("Traceback") == (1 if ends == "raise" else 0)
         assert remains(place) == []
-
-
-def test_one_process_saves_in_the_background_without_a_process_group(tmp_path: Path) -> None:
-    tensor = torch.arange(1000.0)
-    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
-    handle = shardstore.async_save(state, tmp_path / "c", content_metadata={"kind": "test"})
-    tensor.zero_()
-    record = handle.result(60)
-    root = json.loads((tmp_path / "c" / "zarr.json").read_text())
-    assert root["attributes"]["shardstore"]["commit"] == record
-    assert root["attributes"]["content_metadata"] == {"kind": "test"}
-    assert torch.equal(shardstore.load_plain_tensors(tmp_path / "c")["w"], torch.arange(1000.0))
 
 
 def test_waiting_for_a_handle_may_time_out(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ is the state at the call, nothing shows before all ranks are done, and everybody
 from __future__ import annotations
 
 import pickle
-import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from shardstore.errors import (
     FormatVersionError,
     MissingKeyError,
     RanksError,
-    SaveInProgressError,
     StorageError,
 )
 from shardstore.mapping import StateDict
@@ -31,106 +30,16 @@ from shardstore.strategies.async_utils import AsyncCallsQueue
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from shardstore.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import files_at_most, logged, raised, remains, scenarios_of
+from tests.helpers.scenarios import files_at_most, logged, raised, remains
+from tests.helpers.spoilt_states import WHOLE, check, spoil, state_of
 
 WORLD = 2
 FORMAT = ("torch_dist", 1)
-WHOLE = torch.arange(64 * 40, dtype=torch.float32).reshape(64, 40)
 
 
-def state_of(rank: int, world_size: int) -> tuple[dict[str, Any], list[Any]]:
-    """Rows, a flattened tensor in two ranges, a replica, an object, common values."""
-    rows = WHOLE.chunk(world_size)[rank].clone()
-    bounds = [0, 1001, WHOLE.numel()]
-    mine = slice(bounds[rank], bounds[rank + 1])
-    flat = WHOLE.reshape(-1)[mine].clone()
-    same = WHOLE.bfloat16().t().clone()
-    about = {"rank": rank, "values": torch.full((3,), float(rank))}
-    state = {
-        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, world_size)),
-        "flat": ShardedTensor.from_rank_offsets_flat(
-            "flat", flat, tuple(WHOLE.shape), flattened_range=mine
-        ),
-        "same": ShardedTensor.from_rank_offsets("same", same, replica_id=rank),
-        "object": ShardedObject("object", about, (world_size,), (rank,)),
-        "step": 7,
-    }
-    return state, [rows, flat, same, about]
-
-
-def spoil(held: list[Any]) -> None:
-    for item in held:
-        if isinstance(item, torch.Tensor):
-            item.fill_(-1)
-        else:
-            item["rank"] = "spoilt"
-            item["values"].fill_(-1)
-
-
-def check(folder: Path, rank: int) -> None:
-    loaded = shardstore.load_plain_tensors(folder)
-    assert torch.equal(loaded["rows"], WHOLE)
-    assert torch.equal(loaded["flat"], WHOLE)
-    assert torch.equal(loaded["same"], WHOLE.bfloat16().t())
-    assert loaded["step"] == 7
-    wanted = {"object": ShardedObject("object", None, (WORLD,), (rank,))}
-    found = shardstore.load(wanted, folder)
-    assert isinstance(found, dict)
-    assert found["object"]["rank"] == rank
-    assert found["object"]["values"].tolist() == [rank] * 3
-
-
-def a_request_commits_where_the_trainer_polls(rank: int, world_size: int, folder: Path) -> None:
-    queue = AsyncCallsQueue()
-    for number in range(3):
-        state, held = state_of(rank, world_size)
-        request = shardstore.save(state, folder / f"c{number}", FORMAT, async_sharded_save=True)
-        spoil(held)
-        queue.schedule_async_request(request)
-    assert [name for name in remains(folder) if not name.startswith(".")] == []
-    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
-    assert remains(folder) == ["c0", "c1", "c2"]
-    for number in range(3):
-        check(folder / f"c{number}", rank)
-    state, held = state_of(rank, world_size)
-    request = shardstore.save(state, folder / "c3", FORMAT, async_sharded_save=True)
-    spoil(held)
-    request.execute_sync()
-    check(folder / "c3", rank)
-
-
-def a_handle_commits_by_itself(rank: int, world_size: int, folder: Path) -> None:
-    for number in range(2):
-        state, held = state_of(rank, world_size)
-        overlap = bool(number)
-        handle = shardstore.async_save(
-            state, folder / f"c{number}", FORMAT, overlap_staging=overlap
-        )
-        assert handle.wait_staged(60)
-        spoil(held)
-        handle.result(60)
-        check(folder / f"c{number}", rank)
-    assert remains(folder) == ["c0", "c1"]
-
-
-def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:
-    strategy = TorchDistSaveShardedStrategy()
-    state, _ = state_of(rank, world_size)
-    handle = shardstore.async_save(state, folder / "c", strategy)
-    handle.abort()
-    error = handle.exception(60)
-    # Where the commit was faster than the call, on every rank, there is nothing to stop.
-    assert error is None or isinstance(error, SaveInProgressError | RanksError)
-    dist.barrier()
-    assert remains(folder) == ([] if error else ["c"])
-
-
-def the_strategy_alone_shows_nothing_before_the_end(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def the_strategy_alone_shows_nothing_before_the_end(rank: int, folder: Path) -> None:
     """As programs call it that keep their own queue."""
-    state, held = state_of(rank, world_size)
+    state, held = state_of(rank, WORLD)
     state.pop("step")
     queue = AsyncCallsQueue()
     request = TorchDistSaveShardedStrategy().async_save(state, folder / "c")
@@ -140,7 +49,6 @@ def the_strategy_alone_shows_nothing_before_the_end(
     queue.maybe_finalize_async_calls(blocking=True)
     whole = ShardedTensor.from_rank_offsets("flat", torch.zeros(WHOLE.shape))
     TorchDistLoadShardedStrategy().load({"flat": whole}, folder / "c")
-    assert whole.data is not None
     assert torch.equal(whole.data, WHOLE)
 
 
@@ -167,7 +75,7 @@ def replicas_share_the_work(rank: int, world_size: int, folder: Path) -> None:
     assert all(torch.equal(loaded[f"w{n}"], WHOLE + n) for n in range(4))
 
 
-def replicas_without_a_main_one(rank: int, world_size: int, folder: Path) -> None:
+def replicas_without_a_main_one(rank: int, folder: Path) -> None:
     state = {"w": ShardedTensor.from_rank_offsets("w", WHOLE.clone(), replica_id=rank + 1)}
     error = raised(lambda: shardstore.save(state, folder / "a", FORMAT))
     assert "no main replica" in str(error)
@@ -176,36 +84,6 @@ def replicas_without_a_main_one(rank: int, world_size: int, folder: Path) -> Non
     assert torch.equal(shardstore.load_plain_tensors(folder / "b")["w"], WHOLE)
     written = sum(path.stat().st_size for path in (folder / "b").glob("*.distcp"))
     assert written < 1.5 * WHOLE.nbytes
-
-
-def a_failure_in_the_background_reaches_every_rank(
-    rank: int, world_size: int, folder: Path
-) -> None:
-    def by_handle() -> None:
-        shardstore.async_save(state_of(rank, world_size)[0], folder / "a", FORMAT).result(60)
-
-    def by_queue() -> None:
-        queue = AsyncCallsQueue()
-        state, _ = state_of(rank, world_size)
-        queue.schedule_async_request(
-            shardstore.save(state, folder / "b", FORMAT, async_sharded_save=True)
-        )
-        queue.maybe_finalize_async_calls(blocking=True)
-
-    def at_once() -> None:
-        shardstore.save(state_of(rank, world_size)[0], folder / "c", FORMAT)
-
-    for save in (by_handle, by_queue, at_once):
-        with files_at_most(1000 if rank == 1 else resource.RLIM_INFINITY):
-            error = raised(save)
-            dist.barrier()
-        assert "rank 1" in str(error)
-        assert "File too large" in str(error)
-        assert str(folder) in str(error)
-        dist.barrier()
-        assert remains(folder) == []
-    by_queue()
-    check(folder / "b", rank)
 
 
 def wrong_input_of_one_rank_fails_on_all(rank: int, world_size: int, folder: Path) -> None:
@@ -257,29 +135,19 @@ class FailingOnRank(TorchCommonSaveStrategy):
 def a_common_part_that_can_not_be_written_fails_on_all(
     rank: int, world_size: int, folder: Path
 ) -> None:
-    """Also where the strategy has the ranks meet, for flattened ranges or for DCP's plans."""
-    for backend in (("zarr", 2), ("zarr", 1), FORMAT):
-        for failing in range(world_size):
-            state, _ = state_of(rank, world_size)
-            error = raised(
-                lambda: shardstore.save(state, folder / "c", backend, FailingOnRank(failing))  # noqa: B023
-            )
-            assert "the disk is full here" in str(error)
-            assert f"rank {failing}" in str(error) or rank == failing
-            handle = shardstore.async_save(
-                state_of(rank, world_size)[0], folder / "c", backend, FailingOnRank(failing)
-            )
-            assert "the disk is full here" in str(handle.exception(60))
-            dist.barrier()
-            assert remains(folder) == []
-        # The ranks still understand each other.
-        shardstore.save(state_of(rank, world_size)[0], folder / "ok", backend, overwrite=True)
+    """Also where the strategy has the ranks meet for DCP's plans."""
+    for failing in range(world_size):
+        how = folder / "c", FORMAT, FailingOnRank(failing)
+        error = raised(partial(shardstore.save, state_of(rank, world_size)[0], *how))
+        assert "the disk is full here" in str(error)
+        assert f"rank {failing}" in str(error) or rank == failing
+        handle = shardstore.async_save(state_of(rank, world_size)[0], *how)
+        assert "the disk is full here" in str(handle.exception(60))
         dist.barrier()
-        check(folder / "ok", rank)
-        dist.barrier()
-        if rank == 0:
-            shardstore.delete_checkpoint(folder / "ok")
-        dist.barrier()
+        assert remains(folder) == []
+    # The ranks still understand each other.
+    shardstore.save(state_of(rank, world_size)[0], folder / "ok", FORMAT)
+    check(folder / "ok")
 
 
 class FailingBefore(TorchDistSaveShardedStrategy):
@@ -291,12 +159,10 @@ class FailingBefore(TorchDistSaveShardedStrategy):
         return super().async_save(*args)
 
 
-def a_rank_that_does_not_come_to_plan_is_not_waited_for(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def a_rank_that_does_not_come_to_plan_is_not_waited_for(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DEADLINE_VARIABLE, "600")
-        handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", FailingBefore())
+        handle = shardstore.async_save(state_of(rank, WORLD)[0], folder / "c", FailingBefore())
         error = handle.exception(60)
     assert isinstance(error, StorageError if rank == 1 else RanksError)
     assert "no plan here" in str(error)
@@ -304,12 +170,10 @@ def a_rank_that_does_not_come_to_plan_is_not_waited_for(
     assert remains(folder) == []
 
 
-def a_copy_that_does_not_fit_its_budget_fails_on_all(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def a_copy_that_does_not_fit_its_budget_fails_on_all(rank: int, folder: Path) -> None:
     budget = 1 << 30 if rank == 0 else 4096
     handle = shardstore.async_save(
-        state_of(rank, world_size)[0], folder / "c", FORMAT, staging_budget_bytes=budget
+        state_of(rank, WORLD)[0], folder / "c", FORMAT, staging_budget_bytes=budget
     )
     error = handle.exception(60)
     assert isinstance(error, RanksError if rank == 0 else ArgumentError)
@@ -318,7 +182,26 @@ def a_copy_that_does_not_fit_its_budget_fails_on_all(
     assert remains(folder) == []
 
 
-SCENARIOS = scenarios_of(globals())
+def errors_of_a_load_are_dcps_too_on_every_rank(rank: int, folder: Path) -> None:
+    shardstore.save({"step": 1}, folder / "c", FORMAT)
+    wrong = sharded(q=torch.ones(3)) if rank == 1 else {}
+    with pytest.raises(CheckpointException) as caught:
+        shardstore.load(wrong, folder / "c")
+    error: Any = caught.value
+    assert isinstance(error, MissingKeyError if rank == 1 else RanksError)
+    assert rank == 1 or set(error.failures) == {1}
+    assert isinstance(error, Exception)  # DCP's own is none
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert type(again) in type(error).__bases__
+
+
+def nothing_is_logged_that_needs_no_care(rank: int, world_size: int, folder: Path) -> None:
+    with logged() as lines:
+        for name in ("a", "b"):
+            shardstore.save(state_of(rank, world_size)[0], folder / name, FORMAT)
+            check(folder / name)
+    assert lines == []
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
@@ -378,30 +261,7 @@ def test_the_metadata_names_no_folder(tmp_path: Path) -> None:
     content = (tmp_path / "here" / ".metadata").read_bytes()
     assert tmp_path.name.encode() not in content
     about = FileSystemReader(tmp_path / "here").read_metadata().storage_meta
-    assert about is not None
     assert about.checkpoint_id is None
-
-
-def test_what_is_kept_apart_lies_in_files_of_its_own(tmp_path: Path) -> None:
-    """Named as Megatron-Core 0.15.3 names them."""
-    state: dict[str, Any] = {
-        f"n{n}": ShardedTensor.from_rank_offsets(f"{kind}.{n}", torch.full((5,), float(n)))
-        for n, kind in enumerate(["model", "model", "optimizer", "optimizer"])
-    }
-    state["o"] = ShardedObject("model.o", {"x": 1}, (1,), (0,))
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, separation_hint="model.")
-    shardstore.save(state, tmp_path / "c", strategy)
-    names = sorted(path.name for path in (tmp_path / "c").glob("*.distcp"))
-    assert {name.startswith("model.__0_") for name in names} == {True, False}
-    loaded = shardstore.load_plain_tensors(tmp_path / "c")
-    assert [loaded[key].tolist()[0] for key in sorted(k for k in loaded if "." in k)] == [
-        0, 1, 2, 3,
-    ]  # fmt: skip
-    for name in names:
-        if name.startswith("model."):
-            (tmp_path / "c" / name).unlink()
-    found = shardstore.load_plain_tensors(tmp_path / "c", keys=["optimizer.2", "optimizer.3"])
-    assert [value.tolist()[0] for value in found.values()] == [2, 3]
 
 
 @pytest.mark.parametrize("threads", [1, 5])
@@ -436,8 +296,10 @@ def test_removing_tensors_without_their_own_files_warns_with_the_remedy(
 
 
 def test_tensors_with_files_of_their_own_are_removed(tmp_path: Path) -> None:
+    """The files are named as Megatron-Core 0.15.3 names them."""
     place, common = tmp_path / "c", ("torch_dist", 1)
     state = sharded(**{name: torch.arange(4.0) for name in ("c.a", "c.b", "w")}) | {"step": 3}
+    state["o"] = ShardedObject("c.o", {"x": 1}, (1,), (0,))
     strategy = TorchDistSaveShardedStrategy(separation_hint="c.")
     shardstore.save(state, place, strategy, common)
     assert {path.name for path in place.glob("*.distcp")} == {"__0_0.distcp", "c.__0_1.distcp"}
@@ -467,36 +329,3 @@ def test_a_missing_part_is_an_error(tmp_path: Path, state: dict[str, Any], said:
         shardstore.save(state, tmp_path / "c", FORMAT)
     assert not (tmp_path / "c").exists()
     shardstore.save(state, tmp_path / "c", FORMAT, validate_access_integrity=False)
-
-
-def _load_what_one_rank_lacks(rank: int, world_size: int, place: Path) -> list[str]:
-    shardstore.save({"step": 1}, place, FORMAT)
-    wrong = sharded(q=torch.ones(3)) if rank == 1 else {}
-    with pytest.raises(CheckpointException) as caught:
-        shardstore.load(wrong, place)
-    error: Any = caught.value
-    assert set(error.failures) == {1} or isinstance(error, MissingKeyError)
-    again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error)
-    assert type(again) in type(error).__bases__
-    return [kind.__name__ for kind in type(error).__mro__]
-
-
-def test_errors_of_a_load_are_dcps_too_on_every_rank(tmp_path: Path) -> None:
-    found = run_ranks(_load_what_one_rank_lacks, 3, tmp_path / "c")
-    assert all("CheckpointingException" in kinds and "Exception" in kinds for kinds in found)
-    assert "MissingKeyError" in found[1]
-    assert "RanksError" in found[0]
-
-
-def _quietly(rank: int, world_size: int, folder: str) -> None:
-    with logged() as lines:
-        for number in range(2):
-            state, _ = state_of(rank, world_size)
-            shardstore.save(state, Path(folder, f"c{number}"), FORMAT)
-            check(Path(folder, f"c{number}"), rank)
-    assert lines == []
-
-
-def test_nothing_is_logged_that_needs_no_care(tmp_path: Path) -> None:
-    run_ranks(_quietly, WORLD, str(tmp_path))
