@@ -17,11 +17,9 @@ from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.progress import Progress
-from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_servers import S3Server
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import scenarios_of
 
 WORLD = 3
 
@@ -81,37 +79,6 @@ def many_in_a_row_that_nobody_waits_for(rank: int, world_size: int, folder: Path
         assert (loaded["w"] == step).all()
         assert loaded["step"] == step
     dist.barrier()
-
-
-def groups_that_are_not_side_by_side_read_once_each(
-    rank: int, world_size: int, folder: Path
-) -> None:
-    """Ranks 0 and 2 hold one half and share it; rank 1 is alone; what it holds is nothing."""
-    whole = torch.arange(64.0 * 64).reshape(64, 64)
-    parts = [ShardedTensor.from_rank_offsets("w", whole.clone(), replica_id=rank)]
-    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
-    shardstore.save({"w": parts[0]}, folder / "c", strategy)
-    groups = [dist.new_group([0, 2]), dist.new_group([1])]
-    asked = {} if rank == 1 else {"w": parts[0]}
-    parts[0].data.zero_()
-    before = counters.copy()
-    shardstore.load(
-        asked,
-        folder / "c",
-        replica_group=groups[rank % 2],
-        share_replicas="always",
-        validate_access_integrity=False,
-    )
-    read = [None] * world_size
-    dist.all_gather_object(read, counters.copy()["bytes_read"] - before["bytes_read"])
-    counts = [int(n or 0) for n in read]
-    assert whole.nbytes <= sum(counts) <= 1.02 * whole.nbytes + 64 * 4
-    assert counts[1] == 0
-    assert max(counts) <= 0.6 * sum(counts)
-    assert torch.equal(parts[0].data, torch.zeros(64, 64) if rank == 1 else whole)
-
-
-SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

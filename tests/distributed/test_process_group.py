@@ -1,8 +1,7 @@
-"""A load by the ranks of one process group alone, and groups that are made anew."""
+"""Default process groups that move no CPU tensors, or are made anew, also with other numbers."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -13,48 +12,42 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.errors import AccessPatternError, MissingKeyError, NotACheckpointError, RanksError
-from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.ranks_helper import join, run_ranks
 
 
-def wanted(rank: int, world: int, key: str = "w") -> dict[str, Any]:
-    data = torch.zeros(8 // world, 3)
-    return {"w": ShardedTensor.from_rank_offsets(key, data, (0, rank, world)), "note": "common"}
+def without_cpu_tensors(rank: int, world: int, folder: str) -> list[float]:
+    dist.destroy_process_group()
+    join(f"{folder}/rendezvous", rank, world, backend="cuda:gloo")
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1))
+
+    def state(value: float) -> dict[str, ShardedTensor]:
+        part = slice(5 * rank, 5 * rank + 5)
+        flat = torch.full((5,), value)
+        return {
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value), (0, rank, world)),
+            "f": ShardedTensor.from_rank_offsets_flat("f", flat, (15,), flattened_range=part),
+        }
+
+    shardstore.save(state(float(rank)), f"{folder}/c")
+    shardstore.async_save(state(float(rank)), f"{folder}/a").result(60)
+    loaded = shardstore.load(state(-1.0), f"{folder}/c")
+    shardstore.load(state(-1.0), f"{folder}/a")
+    return [loaded["w"][0].item(), loaded["f"][0].item()]
 
 
-def load_in_groups(rank: int, world_size: int, place: Path) -> str:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group, mine = groups[rank // 2], rank % 2
-    if rank < 2:  # the others call nothing
-        loaded = shardstore.load(wanted(mine, 2), place, process_group=group, strict="raise_all")
-        assert torch.equal(loaded["w"], torch.arange(24.0).reshape(8, 3)[4 * mine : 4 * mine + 4])
-        with pytest.raises(AccessPatternError):  # on every rank, as among all ranks
-            shardstore.load(wanted(0, 2), place, process_group=group)
-        with pytest.raises(MissingKeyError if rank == 1 else RanksError):
-            shardstore.load(wanted(mine, 2, "wx"[rank]), place, None, False, process_group=group)
-    dist.barrier()
-    if rank == 3:  # as 0.19 has them, by position; each group asks for each element once
-        place = place.parent / "none"
-    for _ in range(2):
-        loaded = None
-        with contextlib.suppress(RanksError, NotACheckpointError):
-            given = wanted(mine, 2), place, None, True, "assume_ok_unexpected", False, group
-            loaded = shardstore.load(*given)
-        assert (loaded is None) == (rank > 1)
-    dist.barrier()
-    return "done"
+def test_a_default_group_without_cpu_tensors(tmp_path: Path) -> None:
+    """As one of NCCL alone: saves and loads need its store, and nothing else of it."""
+    found = run_ranks(without_cpu_tensors, 3, str(tmp_path))
+    assert found == [[rank, rank] for rank in range(3)]
 
 
-def test_one_group_loads_and_the_others_do_not(tmp_path: Path) -> None:
-    whole = ShardedTensor.from_rank_offsets("w", torch.arange(24.0).reshape(8, 3))
-    shardstore.save({"w": whole, "note": "common"}, tmp_path)
-    assert run_ranks(load_in_groups, 4, tmp_path) == ["done"] * 4
-
-
-def made_anew(rank: int, world: int, folder: Path, port: int) -> str:
+def made_anew(rank: int, world: int, folder: Path, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for number in range(4):
         ended = folder / f"ended-{number}"
@@ -68,10 +61,10 @@ def made_anew(rank: int, world: int, folder: Path, port: int) -> str:
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
         data = torch.full((4, 3), 10.0 * number + rank)
         tensor = ShardedTensor.from_rank_offsets("w", data, (0, rank, world))
-        shardstore.save({"w": tensor, "note": "common"}, folder / f"step-{number}")
-        found = shardstore.load(wanted(rank, world), folder / f"step-{number}")
+        shardstore.save({"w": tensor}, folder / f"step-{number}")
+        wanted = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, rank, world))
+        found: Any = shardstore.load({"w": wanted}, folder / f"step-{number}")
         assert torch.equal(found["w"], data)
-    return "done"
 
 
 def test_a_process_group_that_is_made_anew_at_the_same_address(tmp_path: Path) -> None:
@@ -79,4 +72,26 @@ def test_a_process_group_that_is_made_anew_at_the_same_address(tmp_path: Path) -
     with it, and no rank meets addresses of then."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert run_ranks(made_anew, 2, tmp_path, port) == ["done"] * 2
+    run_ranks(made_anew, 2, tmp_path, port)
+
+
+def rows(rank: int, world_size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    rows = torch.arange(4.0).reshape(world_size, -1)[rank]
+    return {"w": DTensor.from_local(rows.clone(), mesh, [Shard(0)], run_check=False)}
+
+
+def under_another_number(rank: int, world_size: int, folder: str) -> None:
+    for turn, number in enumerate([rank, world_size - 1 - rank]):
+        if turn:
+            dist.destroy_process_group()
+            join(f"{folder}/meet", number, world_size)
+        shardstore.save(rows(number, world_size), f"{folder}/{turn}")
+        assert torch.equal(
+            shardstore.load_plain_tensors(f"{folder}/{turn}")["w"], torch.arange(4.0)
+        ), turn
+
+
+def test_a_dtensor_is_cut_for_the_number_of_now(tmp_path: Path) -> None:
+    """A process joins a new default group under another number, as elastic launchers let it."""
+    run_ranks(under_another_number, 2, str(tmp_path))

@@ -25,9 +25,8 @@ from shardstore.loading.replicas import read_group
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.helpers.scenarios import raised, remains, scenarios_of
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.scenarios import gathered, raised, remains
 
 WORLD = 4
 CHUNK = 4096
@@ -55,9 +54,7 @@ def whole_bytes() -> int:
 
 def moved(name: str, before: dict[str, int]) -> list[int]:
     """What each rank's counter has grown by."""
-    found: list[Any] = [None] * WORLD
-    dist.all_gather_object(found, counters.copy()[name] - before[name])
-    return found
+    return gathered(counters.copy()[name] - before[name])
 
 
 def check(place: Path) -> None:
@@ -67,7 +64,7 @@ def check(place: Path) -> None:
         assert torch.equal(loaded[key], tensor)
 
 
-def chunks_are_shared_out_by_bytes(rank: int, world_size: int, folder: Path) -> None:
+def chunks_are_shared_out_by_bytes(rank: int, folder: Path) -> None:
     for number, background in enumerate((False, True)):
         place = folder / f"c{number}"
         before = counters.copy()
@@ -82,7 +79,7 @@ def chunks_are_shared_out_by_bytes(rank: int, world_size: int, folder: Path) -> 
         check(place)
 
 
-def groups_share_their_own_shards(rank: int, world_size: int, folder: Path) -> None:
+def groups_share_their_own_shards(rank: int, folder: Path) -> None:
     """Two tensor-parallel halves, each held by a data-parallel group of two."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     half, copy = rank % 2, rank // 2
@@ -112,12 +109,10 @@ def groups_share_their_own_shards(rank: int, world_size: int, folder: Path) -> N
     assert torch.equal(loaded["flat"], WHOLE)
 
 
-def other_shards_in_a_group_are_left_to_their_main_replica(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def other_shards_in_a_group_are_left_to_their_main_replica(rank: int, folder: Path) -> None:
     state = replicated(rank)
     state["mine"] = ShardedTensor.from_rank_offsets(
-        "mine", torch.full((4,), rank), (0, rank, world_size)
+        "mine", torch.full((4,), rank), (0, rank, WORLD)
     )
     if rank == 3:
         state["w"].data = None  # and not every replica need have its data
@@ -141,7 +136,7 @@ def groups_without_tensors_share_nothing(rank: int, world_size: int, folder: Pat
     assert torch.equal(shardstore.load_plain_tensors(folder / "some")["w"], torch.ones(4))
 
 
-def two_main_replicas_are_still_an_error(rank: int, world_size: int, folder: Path) -> None:
+def two_main_replicas_are_still_an_error(rank: int, folder: Path) -> None:
     state = replicated(rank)
     if rank == 2:
         state["w"].replica_id = 0
@@ -152,9 +147,10 @@ def two_main_replicas_are_still_an_error(rank: int, world_size: int, folder: Pat
     assert remains(folder) == []
 
 
-def each_byte_is_read_once(rank: int, world_size: int, folder: Path) -> None:
+def each_byte_is_read_once(rank: int, folder: Path) -> None:
+    """Rounds are as large as the smallest budget of the ranks allows."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
-    for budget in (1, 3 * CHUNK, 1 << 28):
+    for budget in (1, 3 * CHUNK, 1 << 28, (1 << 28, 3 * CHUNK, 40 * CHUNK, 1 << 20)[rank]):
         wanted = replicated(rank)
         for tensor in wanted.values():
             tensor.data.zero_()
@@ -166,7 +162,6 @@ def each_byte_is_read_once(rank: int, world_size: int, folder: Path) -> None:
             share_replicas="always",
             exchange_budget_bytes=budget,
         )
-        assert isinstance(loaded, dict)
         read = moved("bytes_read", before)
         assert whole_bytes() <= sum(read) <= 1.02 * whole_bytes()
         assert max(read) <= 1.1 * sum(read) / WORLD
@@ -176,23 +171,7 @@ def each_byte_is_read_once(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(loaded[key], tensor)
 
 
-def budgets_may_differ(rank: int, world_size: int, folder: Path) -> None:
-    """Rounds are as large as the smallest budget allows, on every rank."""
-    shardstore.save(replicated(rank), folder / "c", SMALL)
-    loaded = shardstore.load(
-        {key: tensor.without_data() for key, tensor in replicated(rank).items()},
-        folder / "c",
-        replica_group=everything(),
-        share_replicas="always",
-        exchange_budget_bytes=(1 << 28, 3 * CHUNK, 40 * CHUNK, 1 << 20)[rank],
-    )
-    assert isinstance(loaded, dict)
-    assert torch.equal(loaded["w"], WHOLE)
-    for key, tensor in zip("abc", OTHER, strict=True):
-        assert torch.equal(loaded[key], tensor)
-
-
-def a_group_is_given_on_all_of_its_ranks(rank: int, world_size: int, folder: Path) -> None:
+def a_group_is_given_on_all_of_its_ranks(rank: int, folder: Path) -> None:
     """Else all ranks hear at once who did not give it, or none of them shares."""
     place = folder / "c"
     shardstore.save(replicated(rank), place, SMALL)
@@ -201,7 +180,6 @@ def a_group_is_given_on_all_of_its_ranks(rank: int, world_size: int, folder: Pat
 
     def load(group: Any, share: str) -> None:
         loaded = shardstore.load(replicated(rank), place, replica_group=group, share_replicas=share)
-        assert isinstance(loaded, dict)
         assert torch.equal(loaded["w"], WHOLE)
 
     every, by = "the group of ranks [0, 1, 2, 3] with share_replicas=", "share_replicas='always'"
@@ -212,20 +190,10 @@ def a_group_is_given_on_all_of_its_ranks(rank: int, world_size: int, folder: Pat
             f"rank(s) [0] gave {every}'always', rank(s) [1, 2, 3] gave none",
         ),
         (
-            None if rank == 3 else mine,
-            "always",
-            f"rank(s) [1] gave the group of ranks [1, 3] with {by}, rank(s) [3] gave none",
-        ),
-        (
             everything() if rank == 2 else mine,
             "always",
             f"rank(s) [0] gave the group of ranks [0, 2] with {by}",
             f"rank(s) [2] gave {every}'always'",
-        ),
-        (
-            alone if rank == 2 else mine,
-            "always",
-            f"rank(s) [2] gave the group of ranks [2] with {by}",
         ),
         (
             everything(),
@@ -244,19 +212,18 @@ def a_group_is_given_on_all_of_its_ranks(rank: int, world_size: int, folder: Pat
     load(alone, "always")
 
 
-def automatic_is_what_all_ranks_see(rank: int, world_size: int, folder: Path) -> None:
+def automatic_is_what_all_ranks_see(rank: int, folder: Path) -> None:
     """Hosts may have different numbers of ranks: what one rank takes for two is one to another."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2" if rank == 0 else "4")
         before = counters.copy()
         loaded = shardstore.load(replicated(rank), folder / "c", replica_group=everything())
-        assert isinstance(loaded, dict)
         assert torch.equal(loaded["w"], WHOLE)
         assert sum(moved("bytes_read", before)) >= WORLD * whole_bytes()
 
 
-def sharing_is_a_choice(rank: int, world_size: int, folder: Path) -> None:
+def sharing_is_a_choice(rank: int, folder: Path) -> None:
     """From a local disk every rank reads, unless told; a bad choice is an error on all ranks."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
     for share, times in (("auto", WORLD), ("never", WORLD), ("always", 1)):
@@ -279,7 +246,7 @@ def shares(group: Any, share: str, place: Location) -> bool:
     return report is not None and report.shares
 
 
-def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, folder: Path) -> None:
+def automatic_is_where_bytes_come_over_a_network(rank: int, folder: Path) -> None:
     here, far = Location.of(folder), Location.of("s3://bucket/run")
     alone = [dist.new_group([number]) for number in range(WORLD)][rank]
     assert shares(everything(), "auto", far)
@@ -296,7 +263,7 @@ def automatic_is_where_bytes_come_over_a_network(rank: int, world_size: int, fol
         assert not shares(everything(), "auto", here)
 
 
-def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: Path) -> None:
+def hosts_of_a_group_are_those_of_its_ranks(rank: int, folder: Path) -> None:
     """A group may be on several hosts and have fewer ranks than one of them."""
     here = Location.of(folder)
     within = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -312,12 +279,11 @@ def hosts_of_a_group_are_those_of_its_ranks(rank: int, world_size: int, folder: 
         loaded = shardstore.load(
             replicated(rank), folder / "c", replica_group=across, validate_access_integrity=False
         )
-        assert isinstance(loaded, dict)
         assert torch.equal(loaded["w"], WHOLE)
         assert sum(moved("bytes_read", before)) <= 2 * 1.02 * whole_bytes()
 
 
-def ranks_may_ask_for_different_parts(rank: int, world_size: int, folder: Path) -> None:
+def ranks_may_ask_for_different_parts(rank: int, folder: Path) -> None:
     """Random boxes of random tensors, flat ranges, and nothing at all."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
     rng = random.Random(rank)
@@ -356,24 +322,13 @@ def ranks_may_ask_for_different_parts(rank: int, world_size: int, folder: Path) 
             share_replicas="always",
             exchange_budget_bytes=5 * CHUNK,
         )
-        assert isinstance(loaded, dict)
         assert set(loaded) == set(expected)
         for key, tensor in expected.items():
             assert torch.equal(loaded[key], tensor), key
         assert sum(moved("bytes_read", before)) <= 1.02 * whole_bytes()
 
 
-def the_wrapper_can_share_chunks(rank: int, world_size: int, folder: Path) -> None:
-    shardstore.save(replicated(rank), folder / "c", SMALL)
-    strategy = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), exchange_algo="chunks")
-    before = counters.copy()
-    loaded = shardstore.load(replicated(rank), folder / "c", strategy)
-    assert isinstance(loaded, dict)
-    assert torch.equal(loaded["w"], WHOLE)
-    assert sum(moved("bytes_read", before)) <= 1.02 * whole_bytes()
-
-
-def what_goes_wrong_on_one_rank_is_raised_on_all(rank: int, world_size: int, folder: Path) -> None:
+def what_goes_wrong_on_one_rank_is_raised_on_all(rank: int, folder: Path) -> None:
     shardstore.save(replicated(rank), folder / "c", SMALL)
     options: dict[str, Any] = {
         "replica_group": everything(),
@@ -400,9 +355,7 @@ def refuse(*args: object) -> None:
     raise StorageError("no memory left")
 
 
-def a_rank_that_cannot_take_its_chunks_fails_on_all(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def a_rank_that_cannot_take_its_chunks_fails_on_all(rank: int, folder: Path) -> None:
     """At once, whether it fails before chunks travel or while they do; the next load works."""
     shardstore.save(replicated(rank), folder / "c", SMALL)
     options: dict[str, Any] = {"replica_group": everything(), "share_replicas": "always"}
@@ -413,11 +366,7 @@ def a_rank_that_cannot_take_its_chunks_fails_on_all(
             error = raised(partial(shardstore.load, replicated(rank), folder / "c", **options))
         assert "no memory left" in str(error)
         loaded = shardstore.load(replicated(rank), folder / "c", **options)
-        assert isinstance(loaded, dict)
         assert torch.equal(loaded["w"], WHOLE)
-
-
-SCENARIOS = scenarios_of(globals())
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
