@@ -22,7 +22,7 @@ from shardstore.hf.rules import concat, part, stack
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
 from tests.helpers.range_server import range_server
-from tests.helpers.scenarios import raised, scenarios_of
+from tests.helpers.scenarios import gathered, raised
 
 WORLD = 4
 E, D = 6, 64
@@ -48,7 +48,12 @@ RULES = {
     "fused": concat("q", "k", "v", groups=4),
     "key": part("qkv", 1, (4, 1, 1)),
 }
-FUSED = torch.cat([WHOLE[n].chunk(4)[g] for g in range(4) for n in "qkv"])
+EXPECTED = {
+    **{key: WHOLE[key] for key in ("w", "cube")},
+    "experts": EXPERTS,
+    "fused": torch.cat([WHOLE[n].chunk(4)[g] for g in range(4) for n in "qkv"]),
+    "key": WHOLE["qkv"][64:80],
+}
 
 
 def _written(folder: Path, rank: int) -> Path:
@@ -71,6 +76,7 @@ def _empty(whole: torch.Tensor, mesh: Any, placements: Any) -> Any:
 def _everywhere() -> list[tuple[Any, Any]]:
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     return [
+        (square, [Shard(0), Shard(1)]),  # such as experts, each cut along its rows
         *((flat, [Shard(axis)]) for axis in range(2)),
         (square, [Replicate(), Shard(0)]),
         (square, [Shard(1), Shard(0)]),
@@ -79,33 +85,30 @@ def _everywhere() -> list[tuple[Any, Any]]:
     ]
 
 
-def any_mesh_and_axis(rank: int, world_size: int, folder: Path) -> None:
+def _load(
+    place: Path | str, expected: dict[str, torch.Tensor], mesh: Any, placements: Any, **options: Any
+) -> tuple[int, int]:
+    """Load and check these tensors; the bytes that this rank has read, and those of its shards."""
+    state = {key: _empty(whole, mesh, placements) for key, whole in expected.items()}
+    before = counters["bytes_read"]
+    hf.load(state, place, rules=RULES, **options)
+    read, own = counters["bytes_read"] - before, 0
+    for key, whole in expected.items():
+        want = distribute_tensor(whole, mesh, placements).to_local()
+        assert torch.equal(state[key].to_local(), want), (key, placements)
+        own += want.numel() * 4  # whatever they are cast to
+    return read, own
+
+
+def any_mesh_and_axis(rank: int, folder: Path) -> None:
     """Each rank reads no byte but those of its shards, also through rules."""
     place = _written(folder, rank)
-    expected = {**{k: WHOLE[k] for k in ("w", "cube")}, "experts": EXPERTS}
-    expected |= {"fused": FUSED, "key": WHOLE["qkv"][64:80]}
     for mesh, placements in _everywhere():
-        state = {key: _empty(whole, mesh, placements) for key, whole in expected.items()}
-        plain = {"norm": torch.zeros(37)}
-        before = counters["bytes_read"]
-        hf.load({"m": state, "p": plain}, place, names=_inner, rules=RULES)
-        read = counters["bytes_read"] - before
-        wanted = 37 * 4
-        for key, whole in expected.items():
-            want = distribute_tensor(whole, mesh, placements).to_local()
-            assert torch.equal(state[key].to_local(), want), (key, placements)
-            wanted += want.nbytes
-        assert torch.equal(plain["norm"], WHOLE["norm"])
-        assert read == wanted, (placements, read, wanted)
+        read, own = _load(place, EXPECTED, mesh, placements)
+        assert read == own, placements
 
 
-def _inner(key: str) -> str:
-    return key.partition(".")[2]
-
-
-def rows_that_ranks_divide_are_read_once_from_a_store(
-    rank: int, world_size: int, folder: Path
-) -> None:
+def rows_that_ranks_divide_are_read_once_from_a_store(rank: int, folder: Path) -> None:
     """By one rank of the host, for all of them; also with casts, scales and rules."""
     place = _written(folder, rank)
     scaled = torch.arange(1.0, 17.0).reshape(4, 4)
@@ -116,29 +119,18 @@ def rows_that_ranks_divide_are_read_once_from_a_store(
         save_file({k: _counted(shape) for k, shape in large.items()}, place / "large.safetensors")
     dist.barrier()
     scaled = scaled.repeat_interleave(16, 0).repeat_interleave(128, 1)
-    small = {**{k: WHOLE[k] for k in ("w", "cube")}, "experts": EXPERTS, "fused": FUSED}
-    small |= {"key": WHOLE["qkv"][64:80]}
     square = init_device_mesh("cpu", (2, 2))
-    meshes = [(square, [Replicate(), Shard(1)]), (square, [Shard(0), Shard(1)]), *_everywhere()]
+    meshes = [(square, [Replicate(), Shard(1)]), *_everywhere()]
     with range_server(place) as server:
-        urls: list[Any] = [None] * WORLD
-        dist.all_gather_object(urls, f"{server.url}/model")
+        url = gathered(f"{server.url}/model")[0]
         for name, expected in (
-            ("", small),
+            ("", {**EXPECTED, "w": WHOLE["w"].bfloat16()}),
             ("/f8.safetensors", {"f8": (values.float() * scaled).bfloat16()}),
             ("/large.safetensors", {k: _counted(shape) for k, shape in large.items()}),
         ):
             for mesh, placements in meshes if name == "" else meshes[:3]:
-                state = {key: _empty(whole, mesh, placements) for key, whole in expected.items()}
-                if name == "":
-                    state["w"] = state["w"].bfloat16()
-                before = counters["bytes_read"]
-                hf.load(state, urls[0] + name, rules=RULES, cast=True, dequantize=(16, 128))
-                totals = torch.tensor([counters["bytes_read"] - before, 0])
-                for key, value in state.items():
-                    want = distribute_tensor(expected[key].to(value.dtype), mesh, placements)
-                    assert torch.equal(value.to_local(), want.to_local()), (key, placements)
-                    totals[1] += want.to_local().nbytes
+                how: dict[str, Any] = {"cast": True, "dequantize": (16, 128)}
+                totals = torch.tensor(_load(url + name, expected, mesh, placements, **how))
                 dist.all_reduce(totals)
                 assert name != "/large.safetensors" or totals[0] <= 1.05 * totals[1], placements
 
@@ -147,36 +139,26 @@ def _counted(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def a_block_that_cannot_be_read_is_an_error_on_all(
-    rank: int, world_size: int, folder: Path
-) -> None:
-    """Also on those that wait for their parts of it."""
+def a_web_server_that_dies_is_an_error_on_all(rank: int, folder: Path) -> None:
+    """Between the headers and the tensors, for a rank that reads for itself, and for one that reads
+    a block of which others wait for their parts."""
     place = _written(folder, rank)
     mesh = init_device_mesh("cpu", (4,))
+    shared = {k: _empty(WHOLE[k], mesh, [Shard(1)]) for k in ("w", "cube", "q", "qkv")}
+    own = {"w": torch.zeros(1000, 64)}
     with range_server(place) as server:
-        urls: list[Any] = [None] * WORLD
-        dist.all_gather_object(urls, server.url)
-        state = {k: _empty(WHOLE[k], mesh, [Shard(1)]) for k in ("w", "cube", "q", "qkv")}
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 2:
-                patch.setattr(loading.WeightFiles, "read_range", _refuse)
-            error = raised(lambda: hf.load(state, f"{urls[0]}/model"))
+        url = f"{gathered(server.url)[0]}/model"
+        for state, method in ((shared, "read_range"), (own, "read")):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 2:
+                    patch.setattr(loading.WeightFiles, method, _refuse)
+                error = raised(partial(hf.load, state, url))
             assert "refused" in str(error)
             assert isinstance(error, RanksError) == (rank != 2)
         dist.barrier()
 
 
-def expert_parallel(rank: int, world_size: int, folder: Path) -> None:
-    """Two experts of four on each of two ranks, cut along their rows over the other two."""
-    place = _written(folder, rank)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    state = {"experts": _empty(EXPERTS, mesh, [Shard(0), Shard(1)])}
-    hf.load(state, place, rules=RULES, cast=True)
-    want = distribute_tensor(EXPERTS, mesh, [Shard(0), Shard(1)]).to_local()
-    assert torch.equal(state["experts"].to_local(), want)
-
-
-def only_one_rank_reads_the_headers(rank: int, world_size: int, folder: Path) -> None:
+def only_one_rank_reads_the_headers(rank: int, folder: Path) -> None:
     place = _written(folder, rank)
     calls = []
     opened = loading.WeightFiles.open
@@ -186,7 +168,7 @@ def only_one_rank_reads_the_headers(rank: int, world_size: int, folder: Path) ->
     assert len(calls) == (rank == 0)
 
 
-def replicas_read_once(rank: int, world_size: int, folder: Path) -> None:
+def replicas_read_once(rank: int, folder: Path) -> None:
     """Two groups of two ranks, each of which reads each byte of its shards once; also with casts,
     rules, quantised weights and small budgets."""
     place = _written(folder, rank)
@@ -201,20 +183,14 @@ def replicas_read_once(rank: int, world_size: int, folder: Path) -> None:
     group = mesh.get_group("dp")
     replicate = [Replicate(), Shard(1)]
     options = {"replica_group": group, "share_replicas": "always"}
-    wanted = {"w": WHOLE["w"], "experts": EXPERTS, "key": WHOLE["qkv"][64:80]}
-    for dtype in (torch.float32, torch.bfloat16):
-        for budget in (40_000, 1 << 28):
-            state = {k: _empty(t.to(dtype), mesh, replicate) for k, t in wanted.items()}
-            before = counters["bytes_read"]
-            hf.load(state, place, rules=RULES, cast=True, exchange_budget_bytes=budget, **options)
-            own = 0
-            for key, whole in wanted.items():
-                want = distribute_tensor(whole.to(dtype), mesh, replicate).to_local()
-                assert torch.equal(state[key].to_local(), want)
-                own += want.numel() * 4
-            found: list[Any] = [None, None]
-            dist.all_gather_object(found, counters["bytes_read"] - before, group=group)
-            assert sum(found) == own
+    wanted = {key: EXPECTED[key] for key in ("w", "experts", "key")}
+    for dtype, budget in ((torch.float32, 1 << 28), (torch.bfloat16, 40_000)):
+        expected = {key: whole.to(dtype) for key, whole in wanted.items()}
+        how: dict[str, Any] = {**options, "cast": True, "exchange_budget_bytes": budget}
+        read, own = _load(place, expected, mesh, replicate, **how)
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, read, group=group)
+        assert sum(found) == own
     state = {"f8": torch.zeros(256, 64, dtype=torch.bfloat16)}
     hf.load(state, folder / "f8.safetensors", **options)
     scale = torch.tensor([2.0, 3.0]).repeat_interleave(128)[:, None]
@@ -223,7 +199,7 @@ def replicas_read_once(rank: int, world_size: int, folder: Path) -> None:
     )
 
 
-def replicas_that_want_different_parts(rank: int, world_size: int, folder: Path) -> None:
+def replicas_that_want_different_parts(rank: int, folder: Path) -> None:
     place = _written(folder, rank)
     rows = (0, 500), (100, 700), (0, 1000), (999, 1000)
     start, stop = rows[rank]
@@ -261,7 +237,7 @@ def an_error_of_one_rank_reaches_all(rank: int, world_size: int, folder: Path) -
         assert not good.any()
 
 
-def a_damaged_model_is_an_error_on_all(rank: int, world_size: int, folder: Path) -> None:
+def a_damaged_model_is_an_error_on_all(rank: int, folder: Path) -> None:
     place = _written(folder, rank)
     if rank == 0:
         path = place / "model-1.safetensors"
@@ -273,14 +249,14 @@ def a_damaged_model_is_an_error_on_all(rank: int, world_size: int, folder: Path)
     assert not data.any()
 
 
-def ranks_with_different_places(rank: int, world_size: int, folder: Path) -> None:
+def ranks_with_different_places(rank: int, folder: Path) -> None:
     place = _written(folder, rank)
     other = place if rank else place / "model-2.safetensors"
     error = raised(lambda: hf.load({"norm": torch.zeros(37)}, other))
     assert "different places" in str(error)
 
 
-def missing_names_are_those_of_no_rank(rank: int, world_size: int, folder: Path) -> None:
+def missing_names_are_those_of_no_rank(rank: int, folder: Path) -> None:
     place = _written(folder, rank)
     keys = sorted(WHOLE)[rank::WORLD]
     state = {key: torch.zeros_like(WHOLE[key]) for key in keys if key != "cube"}
@@ -290,7 +266,7 @@ def missing_names_are_those_of_no_rank(rank: int, world_size: int, folder: Path)
     assert all(torch.equal(value, WHOLE[key]) for key, value in state.items())
 
 
-def a_process_group_loads_alone(rank: int, world_size: int, folder: Path) -> None:
+def a_process_group_loads_alone(rank: int, folder: Path) -> None:
     place = _written(folder, rank)
     group = dist.new_group([1, 2])
     if rank in (1, 2):
@@ -299,31 +275,8 @@ def a_process_group_loads_alone(rank: int, world_size: int, folder: Path) -> Non
         assert torch.equal(data, WHOLE["norm"])
 
 
-def a_web_server_that_dies_is_an_error_on_all(rank: int, world_size: int, folder: Path) -> None:
-    """On the rank that reads, between the headers and the tensors."""
-    place = _written(folder, rank)
-    with range_server(place) as server:
-        urls: list[Any] = [None] * WORLD
-        dist.all_gather_object(urls, server.url)
-        url = f"{urls[0]}/model"
-        data = torch.zeros(1000, 64)
-        hf.load({"w": data}, url)
-        assert torch.equal(data, WHOLE["w"])
-        if rank == 3:
-            broken = pytest.MonkeyPatch()
-            broken.setattr(loading.WeightFiles, "read", _refuse)
-        error = raised(lambda: hf.load({"w": data}, url))
-        assert "refused" in str(error)
-        if rank == 3:
-            broken.undo()
-        dist.barrier()
-
-
 def _refuse(*_: object) -> None:
     raise CheckpointingException("refused")
-
-
-SCENARIOS = scenarios_of(globals())
 
 
 def test_scenarios(held: list[list[str]], scenario: str) -> None:
