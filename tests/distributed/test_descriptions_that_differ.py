@@ -4,22 +4,22 @@ on all of them that names key, ranks and both sides, before a byte is written.""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import shardstore
-from shardstore import CheckpointManager, ShardedObject, ShardedTensor
-from shardstore.errors import (
-    AccessPatternError,
-    ShapeMismatchError,
-)
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor, validation
+from shardstore.errors import AccessPatternError, RanksError, ShapeMismatchError
 from shardstore.mapping import ShardedTensorFactory
-from tests.helpers.scenarios import raised, remains, scenarios_of
+from tests.helpers.dtensor_states import cut
+from tests.helpers.scenarios import gathered, raised, remains
 
 WORLD = 4
 Sides = tuple[tuple[int, ...], torch.dtype]
@@ -46,9 +46,9 @@ def built(rank: int, side: Sides) -> Any:
 def flat(rank: int, side: Sides) -> Any:
     """Halves, each with a copy."""
     values = zeros(side).reshape(-1).chunk(2)[rank % 2]
-    cut = slice(rank % 2 * len(values), (rank % 2 + 1) * len(values))
+    mine = slice(rank % 2 * len(values), (rank % 2 + 1) * len(values))
     return ShardedTensor.from_rank_offsets_flat(
-        "k", values, side[0], flattened_range=cut, replica_id=rank // 2
+        "k", values, side[0], flattened_range=mine, replica_id=rank // 2
     )
 
 
@@ -56,11 +56,7 @@ def of_stage(rank: int, side: Sides) -> Any:
     """A DTensor of each of two meshes, which both stages hold whole."""
     stage = rank // 2 * 2
     mesh = DeviceMesh("cpu", [stage, stage + 1], _init_backend=False)
-    whole = zeros(side)
-    local, axes = whole.chunk(2)[rank % 2], [Shard(0)]
-    return DTensor.from_local(
-        local, mesh, axes, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return cut(zeros(side), mesh, [Shard(0)])
 
 
 def plain(rank: int, side: Sides) -> Any:
@@ -107,10 +103,10 @@ def copies_are_described_alike(rank: int, world_size: int, folder: Path) -> None
         values["same"] = copy(rank, LEFT)
         values["same"].key = "same"
         state = shardstore.shard(values) if make in (of_stage, plain) else values
-        for way, call in ways(state, folder / str(number) / "c").items():
-            error = raised(call)
-            told: list[Any] = [None] * world_size
-            dist.all_gather_object(told, (type(error), str(error)))
+        saves = ways(state, folder / str(number) / "c")
+        for way in saves if make in (copy, thing) else ["save"]:
+            error = raised(saves[way])
+            told = gathered((type(error), str(error)))
             assert told == [(AccessPatternError, str(error))] * world_size, (number, way, told)
             for word in ("'k'", "on rank 0", "on rank 2", *words):
                 assert word in str(error), (way, error)
@@ -118,7 +114,7 @@ def copies_are_described_alike(rank: int, world_size: int, folder: Path) -> None
         dist.barrier()
 
 
-def a_load_says_the_same(rank: int, world_size: int, folder: Path) -> None:
+def a_load_says_the_same(rank: int, folder: Path) -> None:
     shardstore.save({"k": copy(rank, LEFT)}, folder / "c")
     wanted = {"k": copy(rank, LEFT if rank < 2 else SHAPE)}
     error = raised(lambda: shardstore.load(wanted, folder / "c"))
@@ -126,13 +122,44 @@ def a_load_says_the_same(rank: int, world_size: int, folder: Path) -> None:
     assert "has global_shape (4, 2) on rank 0 and (4, 3) on rank 2" in str(error)
 
 
-def the_check_can_be_turned_off(rank: int, world_size: int, folder: Path) -> None:
+def the_check_can_be_turned_off(rank: int, folder: Path) -> None:
     state = {"k": copy(rank, LEFT if rank < 2 else SHAPE)}
     shardstore.save(state, folder / "c", validate_access_integrity=False)
     assert shardstore.load_plain_tensors(folder / "c")["k"].shape == (4, 2)
 
 
-SCENARIOS = scenarios_of(globals())
+def _cell(index: int, parts: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("grid", torch.zeros(2), (0, index, parts))
+
+
+def metadata_of_all_ranks_is_checked_on_rank_0(rank: int, world_size: int, folder: Path) -> None:
+    state = {"a": _cell(rank, world_size), "o": [ShardedObject("o", 5, (world_size,), (rank,))]}
+    local, everywhere = validation.determine_global_metadata(state)
+    assert len(local) == 2
+    found = [[(item.key, item.global_offset) for item in one] for one in everywhere]
+    assert found == [[("grid", (2 * r,)), ("o", (r,))] for r in range(world_size)]
+    validation.validate_sharding_integrity(everywhere)
+    _, bad = validation.determine_global_metadata({"a": _cell(0, world_size)})
+    error = pytest.raises(AccessPatternError, match=r"ranks \[0, 1, 2, 3\]")
+    with nullcontext() if rank else error:
+        validation.validate_sharding_integrity(bad)
+
+
+def common_state_that_cannot_be_sent_is_an_error_on_all(rank: int, folder: Path) -> None:
+    common = {"f": (lambda: 1) if rank == 0 else None}
+    with pytest.raises(RanksError if rank else Exception, match="rank 0" if rank else "lambda"):
+        validation.validate_sharding_integrity([[]], common)
+
+
+def copies_of_what_another_rank_writes_are_fine(rank: int, folder: Path) -> None:
+    """Ranks have copies of what another one writes, and ranks 2 and 3 hold copies alone."""
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, torch.ones(2), replica_id=(0, int(rank != main)))
+        for main, key in enumerate("ab")
+    }
+    state["o"] = ShardedObject("o", 1, (1,), (0,), replica_id=3 - rank)
+    shardstore.save(state, folder / "step")
+    assert sorted(shardstore.load_tensors_metadata(folder / "step")) == ["a", "b"]
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -136,54 +137,48 @@ def save(
         request = shardstore.save(
             saved, place, async_sharded_save=True, staging_budget_bytes=budget, **how
         )
-        assert request is not None
         request.execute_sync()
     else:
         shardstore.save(saved, place, **how)
 
 
-def fail_and_go_on(
-    rank: int, world: int, root: str, flat: bool, asynchronous: bool, budget: int | None
-) -> list[str]:
+WAYS: tuple[tuple[bool, int | None], ...] = ((False, None), (True, None), (True, 1))
+"""Whether a save is asynchronous, and its staging memory."""
+
+
+CASES = list(product((True, False), range(len(WAYS)), range(len(FAILURES)), range(WORLD)))
+"""Whether the state has flattened ranges, and the numbers of the way, the failure and the rank."""
+
+
+def fail_and_go_on(rank: int, world: int, root: str) -> list[str]:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
     wrong = []
-    for number, (name, made) in enumerate(FAILURES.items()):
-        for victim in range(world):
-            about = f"{name} on rank {victim}"
-            how: dict[str, Any] = {key: make() for key, make in made.items()}
-            if not made:
-                how = {"more": unpicklable(rank)}
-            place = f"{root}/{number}-{victim}"
-            try:
-                save(rank, place, flat, asynchronous, budget, **(how if rank == victim else {}))
-                wrong.append(f"{about}: saved")
-            except Fails:
-                if rank != victim:
-                    wrong.append(f"{about}: raised as it is on another rank")
-            except CheckpointingException as error:
-                if made and f"rank {victim}: Fails: " not in str(error):
-                    wrong.append(f"{about}: {error!r}")
-            except Exception as error:
-                if rank != victim:
-                    wrong.append(f"{about}: {error!r}")
-            save(rank, f"{place}-good", flat, asynchronous, budget)
+    for case in CASES:
+        flat, way, failure, victim = case
+        name, made = list(FAILURES.items())[failure]
+        how: dict[str, Any] = {key: make() for key, make in made.items()}
+        if not made:
+            how = {"more": unpicklable(rank)}
+        try:
+            save(rank, f"{root}/{case}", flat, *WAYS[way], **(how if rank == victim else {}))
+            wrong.append(f"{name}, {case}: saved")
+        except Fails:
+            if rank != victim:
+                wrong.append(f"{name}, {case}: raised as it is on another rank")
+        except CheckpointingException as error:
+            if made and f"rank {victim}: Fails: " not in str(error):
+                wrong.append(f"{name}, {case}: {error!r}")
+        except Exception as error:
+            if rank != victim:
+                wrong.append(f"{name}, {case}: {error!r}")
+        save(rank, f"{root}/{case}-good", flat, *WAYS[way])
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("asynchronous", "budget"),
-    [(False, None), (True, None), (True, 1)],
-    ids=["sync", "async", "async with hardly any staging memory"],
-)
-@pytest.mark.parametrize("flat", [True, False], ids=["flattened", "regular"])
-def test_all_are_told_and_the_next_save_works(
-    tmp_path: Path, flat: bool, asynchronous: bool, budget: int | None
-) -> None:
-    how = (str(tmp_path), flat, asynchronous, budget)
-    found = run_ranks(fail_and_go_on, WORLD, *how, timeout_s=280)
+def test_all_are_told_and_the_next_save_works(tmp_path: Path) -> None:
+    found = run_ranks(fail_and_go_on, WORLD, str(tmp_path), timeout_s=280)
     assert found == [[]] * WORLD
-    saved = sorted(path.name for path in tmp_path.iterdir())
-    assert saved == sorted(f"{n}-{v}-good" for n in range(len(FAILURES)) for v in range(WORLD))
+    assert sorted(os.listdir(tmp_path)) == sorted(f"{case}-good" for case in CASES)
 
 
 def told_of_pieces(rank: int, world: int, root: str) -> list[str]:
