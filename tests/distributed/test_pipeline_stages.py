@@ -54,7 +54,7 @@ def state_of(made: Made) -> dict[str, Any]:
 
 
 def beside(rank: int, scale: float = 1) -> dict[str, Any]:
-    """Plain tensors, which some or all ranks hold, and a factory of each stage."""
+    """A plain tensor of all ranks, and a factory of each stage."""
     stage = rank // 2
 
     def build(key: str, tensor: Any, *_: Any) -> dict[str, Any]:
@@ -68,9 +68,6 @@ def beside(rank: int, scale: float = 1) -> dict[str, Any]:
     merge: Callable[[Any], Any] = lambda parts: torch.cat([parts["0"], parts["1"]])  # noqa: E731
     return {
         "everywhere": scale * torch.arange(3.0),
-        f"of-stage{stage}": scale * torch.full((2, 2), stage + 1.0),
-        f"of-rank{rank}": scale * torch.tensor(rank + 1.0),
-        "list": [scale * torch.ones(2), {"deep": scale * torch.ones(1)}],
         "made": {f"w{stage}": ShardedTensorFactory(f"made{stage}", data, build, merge)},
     }
 
@@ -78,10 +75,6 @@ def beside(rank: int, scale: float = 1) -> dict[str, Any]:
 def check_beside(rank: int, loaded: dict[str, Any]) -> None:
     stage = rank // 2
     assert loaded["everywhere"].tolist() == [0, 1, 2]
-    assert loaded[f"of-stage{stage}"].eq(stage + 1).all()
-    assert loaded[f"of-rank{rank}"].item() == rank + 1
-    assert loaded["list"][0].tolist() == [1, 1]
-    assert loaded["list"][1]["deep"].tolist() == [1]
     assert loaded["made"][f"w{stage}"].tolist() == [stage, stage + 1, stage + 2, stage + 3]
 
 
