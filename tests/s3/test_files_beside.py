@@ -40,32 +40,36 @@ class WatchedFileSystem(MemoryFileSystem):
 
     protocol = "watched"
     store: ClassVar[dict[str, Any]] = {}
-    watch: ClassVar[Callable[[str], None] | None] = None
-    watch_reads: ClassVar[Callable[[str], None] | None] = None
-    watch_listings: ClassVar[Callable[[str], None] | None] = None
-
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        if type(self).watch_listings is not None:
-            type(self).watch_listings(path)  # type: ignore[misc]
-        return super().ls(path, detail=detail, **kwargs)
+    writes: ClassVar[Callable[[str], None]]
+    reads: ClassVar[Callable[[str], None]]
 
     def cat_file(self, path: str, **kwargs: Any) -> Any:
-        if type(self).watch_reads is not None:
-            type(self).watch_reads(path)  # type: ignore[misc]
+        type(self).reads(path)
         return super().cat_file(path, **kwargs)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        if mode != "rb" and type(self).watch is not None:
-            type(self).watch(path)  # type: ignore[misc]
+        if mode != "rb":
+            type(self).writes(path)
         return super()._open(path, mode, **kwargs)
+
+
+def nothing(_: str) -> None:
+    """Watch nothing."""
+
+
+def watch(
+    *, writes: Callable[[str], None] = nothing, reads: Callable[[str], None] = nothing
+) -> None:
+    """Call these from now on, and no others."""
+    WatchedFileSystem.writes, WatchedFileSystem.reads = writes, reads
 
 
 @pytest.fixture
 def place() -> Iterator[str]:
     fsspec.register_implementation("watched", WatchedFileSystem, clobber=True)
+    watch()
     yield f"watched://{uuid.uuid4().hex}/step"
-    WatchedFileSystem.watch = WatchedFileSystem.watch_reads = None
-    WatchedFileSystem.watch_listings = None
+    watch()
 
 
 def state(value: int, nbytes: int = 10) -> dict[str, Any]:
@@ -79,6 +83,12 @@ def state(value: int, nbytes: int = 10) -> dict[str, Any]:
     }
 
 
+def assert_holds(place: str, value: int) -> None:
+    loaded = shardstore.load(state(0), place)
+    assert loaded["step"] == value
+    assert [found["step"] for found in loaded["objects"]] == [value] * OBJECTS
+
+
 def senders() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "shardstore-io"}
 
@@ -87,19 +97,33 @@ def is_object(path: str) -> bool:
     return "/shard_" in path
 
 
-def test_objects_do_not_wait_for_each_other(place: str) -> None:
-    """Each of four waits until the others have been asked for too: one by one none would end."""
-    together = threading.Barrier(4)
+class Together:
+    """Lets each object wait until four have been asked for: one by one none would end."""
 
-    def watch(path: str) -> None:
-        if is_object(path):
-            together.wait(LIMIT_S)
+    def __init__(self, most: int = OBJECTS) -> None:
+        self._barrier, self._lock = threading.Barrier(4), threading.Lock()
+        self.asked, self._most = 0, most
 
-    WatchedFileSystem.watch = watch
+    def __call__(self, path: str) -> None:
+        if is_object(path) and "-b/" not in path:
+            with self._lock:
+                self.asked += 1
+                waits = self.asked <= self._most
+            if waits:
+                self._barrier.wait(LIMIT_S)
+
+
+def test_objects_do_not_wait_for_each_other(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where they are written, nor where they are read."""
+    watch(writes=Together())
     shardstore.save(state(3), place)
-    WatchedFileSystem.watch = None
-    loaded = shardstore.load(state(0), place)
-    assert [found["step"] for found in loaded["objects"]] == [3] * OBJECTS
+    reads = Together()
+    watch(reads=reads)
+    assert_holds(place, 3)
+    assert reads.asked == OBJECTS
+    watch()
+    monkeypatch.setattr(prefix, "DOCUMENT_THREADS", 5)  # the last group is not a full one
+    assert_holds(place, 3)
 
 
 def test_an_asynchronous_save_writes_nothing_before_it_returns(
@@ -109,37 +133,17 @@ def test_an_asynchronous_save_writes_nothing_before_it_returns(
     monkeypatch.setattr(publish, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 1000)
     returned, early = threading.Event(), list[str]()
 
-    def watch(path: str) -> None:
+    def writes(path: str) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not returned.is_set() and "/.attempts/" not in path:
             early.append(path)
 
-    WatchedFileSystem.watch = watch
+    watch(writes=writes)
     handle = shardstore.async_save({"w": state(5)["w"], "text": "x" * 5000}, place)
     returned.set()
     handle.result()
     assert early == []
     assert {"common.pt", "w/zarr.json"} <= set(Location.of(place).remote.walk())
-
-
-def test_objects_are_read_beside_each_other(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shardstore.save(state(4), place)
-    together, lock, asked = threading.Barrier(4), threading.Lock(), [0]
-
-    def watch(path: str) -> None:
-        if is_object(path):
-            with lock:
-                asked[0] += 1
-            together.wait(LIMIT_S)
-
-    WatchedFileSystem.watch_reads = watch
-    loaded = shardstore.load(state(0), place)
-    assert [found["step"] for found in loaded["objects"]] == [4] * OBJECTS
-    assert asked == [OBJECTS]
-    WatchedFileSystem.watch_reads = None
-    monkeypatch.setattr(prefix, "DOCUMENT_THREADS", 5)  # the last group is not a full one
-    loaded = shardstore.load(state(0), place)
-    assert [found["step"] for found in loaded["objects"]] == [4] * OBJECTS
 
 
 def test_a_missing_object_is_named_and_a_damaged_one_too(place: str) -> None:
@@ -165,19 +169,8 @@ def test_verification_looks_at_objects_beside_each_other(place: str) -> None:
     store.delete([missing])
     store.write("extra/stranger.txt", b"?")
     store.write("alone.txt", b"?")
-    together = threading.Barrier(4)
-    left = [OBJECTS // 4 * 4 - 4]  # the rest may be read alone
-
-    def watch(path: str) -> None:
-        if is_object(path):
-            with lock:
-                left[0] -= 1
-                waits = left[0] >= 0
-            if waits:
-                together.wait(LIMIT_S)
-
-    lock = threading.Lock()
-    WatchedFileSystem.watch_reads = watch
+    reads = Together(OBJECTS // 4 * 4 - 4)  # the rest may be read alone
+    watch(reads=reads)
     found: list[Finding] = []
     result = verify(StoredCheckpoint(Location.of(place)), found.append)
     root = Location.of(place).url
@@ -187,19 +180,19 @@ def test_verification_looks_at_objects_beside_each_other(place: str) -> None:
         ("object-damaged", f"{root}/{damaged}"),
         ("object-missing", f"{root}/{missing}"),
     ]
-    assert left[0] < 0
+    assert reads.asked > OBJECTS // 4 * 4 - 4
     assert (result.objects, result.damage, result.notes) == (OBJECTS - 1, 2, 2)
 
 
 def test_an_asynchronous_save_returns_before_they_are_written(place: str) -> None:
     opened, asked = threading.Event(), threading.Event()
 
-    def watch(path: str) -> None:
+    def writes(path: str) -> None:
         if is_object(path) or path.endswith("common.pt"):
             asked.set()
             assert opened.wait(LIMIT_S), "the call waited for the files"
 
-    WatchedFileSystem.watch = watch
+    watch(writes=writes)
     handle = shardstore.async_save(state(5), place)
     try:
         assert asked.wait(LIMIT_S)
@@ -209,35 +202,35 @@ def test_an_asynchronous_save_returns_before_they_are_written(place: str) -> Non
     finally:
         opened.set()
     handle.result(LIMIT_S)
-    assert shardstore.load(state(0), place)["step"] == 5
+    assert_holds(place, 5)
 
 
 @pytest.mark.parametrize("save", ["at once", "in the background"])
 def test_an_object_that_cannot_be_written_ends_the_save(place: str, save: str) -> None:
     bad = f"/shard_{OBJECTS // 2}_{OBJECTS}.pt"
 
-    def watch(path: str) -> None:
+    def writes(path: str) -> None:
         if path.endswith(bad):
             raise PermissionError(13, "denied", path)
 
-    WatchedFileSystem.watch = watch
+    watch(writes=writes)
     saves: dict[str, Callable[[], object]] = {
         "at once": lambda: shardstore.save(state(1), place),
         "in the background": lambda: shardstore.async_save(state(1), place).result(LIMIT_S),
     }
     with pytest.raises(StorageError, match=bad):
         saves[save]()
-    WatchedFileSystem.watch = None
+    watch()
     assert Location.of(place).remote.walk() == []
     shardstore.save(state(2), place)
-    assert shardstore.load(state(0), place)["step"] == 2
+    assert_holds(place, 2)
 
 
 def test_an_error_elsewhere_waits_for_those_under_way(place: str) -> None:
     """A file that is still on its way when a chunk fails does not come after what is cleared."""
     sent, chunk_failed = threading.Event(), threading.Event()
 
-    def watch(path: str) -> None:
+    def writes(path: str) -> None:
         if "/w/c" in path:
             assert sent.wait(LIMIT_S)
             chunk_failed.set()
@@ -247,7 +240,7 @@ def test_an_error_elsewhere_waits_for_those_under_way(place: str) -> None:
             assert chunk_failed.wait(LIMIT_S)
 
     before = senders()
-    WatchedFileSystem.watch = watch
+    watch(writes=writes)
     with pytest.raises(StorageError, match="w/c"):
         shardstore.save(state(1), place)
     assert Location.of(place).remote.walk() == []
@@ -258,7 +251,7 @@ def test_an_interrupt_ends_the_sending(place: str) -> None:
     """Who interrupts a save gets the control back at once; what was to be sent is not any more."""
     interrupted = threading.Event()
 
-    def watch(path: str) -> None:
+    def writes(path: str) -> None:
         if "/w/c" in path:
             interrupted.set()
             raise KeyboardInterrupt
@@ -266,15 +259,15 @@ def test_an_interrupt_ends_the_sending(place: str) -> None:
             assert interrupted.wait(LIMIT_S)
 
     before = senders()
-    WatchedFileSystem.watch = watch
+    watch(writes=writes)
     with pytest.raises(KeyboardInterrupt):
         shardstore.save(state(1), place)
     for thread in senders() - before:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
-    WatchedFileSystem.watch = None
+    watch()
     shardstore.save(state(2), place)
-    assert shardstore.load(state(0), place)["step"] == 2
+    assert_holds(place, 2)
 
 
 def test_files_that_are_kept_are_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,21 +285,14 @@ def test_files_that_are_kept_are_bounded(place: str, monkeypatch: pytest.MonkeyP
     shardstore.save(state(7, nbytes=600), place)
     assert 0 < max(sizes) <= 2_500
     shardstore.save(state(8, nbytes=5_000), place, overwrite=True)  # each alone is more
-    assert shardstore.load(state(0), place)["step"] == 8
+    assert_holds(place, 8)
 
 
 def test_long_values_of_dcp_do_not_wait_for_each_other(place: str) -> None:
     long = {f"seen{i}": list(range(i, 30_000)) for i in range(4)}
-    state_dict = {"w": torch.arange(4.0), **long}
-    together = threading.Barrier(4)
-
-    def watch(path: str) -> None:
-        if is_object(path):
-            together.wait(LIMIT_S)
-
-    WatchedFileSystem.watch = watch
-    dcp.save(state_dict, storage_writer=StorageWriter(place), no_dist=True)
-    WatchedFileSystem.watch = None
+    watch(writes=Together())
+    dcp.save({"w": torch.arange(4.0), **long}, storage_writer=StorageWriter(place), no_dist=True)
+    watch()
     loaded = {"w": torch.zeros(4), **{key: [] for key in long}}
     dcp.load(loaded, storage_reader=StorageReader(place), no_dist=True)
     assert {key: loaded[key] for key in long} == long
@@ -314,18 +300,18 @@ def test_long_values_of_dcp_do_not_wait_for_each_other(place: str) -> None:
 
 
 def test_a_long_value_of_dcp_that_can_not_be_written_is_the_error(place: str) -> None:
-    def watch(path: str) -> None:
+    def writes(path: str) -> None:
         if is_object(path):
             raise OSError("no room")
 
-    WatchedFileSystem.watch = watch
+    watch(writes=writes)
     with pytest.raises(CheckpointException, match="no room"):
         dcp.save(
             {"w": torch.arange(4.0), "seen": list(range(30_000))},
             storage_writer=StorageWriter(place),
             no_dist=True,
         )
-    WatchedFileSystem.watch = None
+    watch()
     assert not senders()
     with pytest.raises(NotACheckpointError):
         shardstore.load_plain_tensors(place)
@@ -342,13 +328,7 @@ def test_a_comparison_reads_objects_at_the_same_time(place: str) -> None:
     changed = {**saved(1), "key3": ShardedObject("key3", {"v": 2}, (1,), (0,))}
     del changed["key5"]
     shardstore.save(changed, f"{place}-b")
-    read = threading.Barrier(4)
-
-    def watch_reads(path: str) -> None:
-        if is_object(path) and "-b/" not in path:
-            read.wait(LIMIT_S)
-
-    WatchedFileSystem.watch_reads = watch_reads
+    watch(reads=Together())
     found = compare(shardstore.open(place), shardstore.open(f"{place}-b"))
     assert found.files == {"key3/shard_0_1.pt": "differs", "key5/shard_0_1.pt": "only in A"}
 
@@ -367,4 +347,4 @@ def test_files_are_written_where_no_thread_can_be_started(
     monkeypatch.setattr(threading.Thread, "start", refused)
     monkeypatch.setattr(publish, "BUDGET_PART", DEFAULT_BUDGET_BYTES // 2_500)
     shardstore.save(state(6, nbytes=600), place)
-    assert shardstore.load(state(0), place)["step"] == 6
+    assert_holds(place, 6)
