@@ -16,7 +16,7 @@ class ListingMemory(AsyncFileSystemWrapper):  # type: ignore[misc]
     """fsspec's memory, asynchronous, with the habits of adlfs: it keeps its listings, whoever else
     may write there, and gives a list where `find` meets a document."""
 
-    protocol = ("listing-memory",)
+    protocol = "listing-memory"
     cachable = True
 
     def __init__(self, **options: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,6 +60,37 @@ class RangeServer:
         return sum(int(found[2]) + 1 - int(found[1]) for found in spans if found)
 
 
+class Quiet(BaseHTTPRequestHandler):
+    """A handler that logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+    def end(self, status: int, headers: Mapping[str, str] | None = None, data: bytes = b"") -> None:
+        """Answer; a HEAD without the data."""
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Let a handler answer, and give the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @contextmanager
 def range_server(folder: Path) -> Iterator[RangeServer]:
     """Serve a folder."""
@@ -68,54 +99,38 @@ def range_server(folder: Path) -> Iterator[RangeServer]:
     class Handler(_Handler):
         server_about = about
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    about.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with answering(Handler) as about.url:
         yield about
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Quiet):
     server_about: RangeServer
 
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
     def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-    def _answer(self, *, with_body: bool) -> None:
         about, parts = self.server_about, urlsplit(self.path)
         path, asked = unquote(parts.path), self.headers.get("Range", "")
         about.requests.append((self.command, path, asked))
         about.authorizations.append(self.headers.get("Authorization", ""))
         status, times = about.busy
         if about.requests.count(about.requests[-1]) <= times:
-            self._end(status, {"Retry-After": about.retry_after} if about.retry_after else {})
+            self.end(status, {"Retry-After": about.retry_after} if about.retry_after else {})
             return
         if found := re.fullmatch(r"/org/tiny/resolve/([^/]+)/(.+)", parts.path):
             self._of_hub(*map(unquote, found.groups()))
             return
         is_hub = path.startswith("/cdn/")
-        if is_hub and (parts.query != f"sig={SIGNATURE}" or "Authorization" in self.headers):
-            self._end(403)
-            return
-        if not is_hub and not self._is_allowed(parts.query):
-            self._end(401)
-            return
         name = path.removeprefix("/cdn/").removeprefix("/model/")
         file = about.folder / name
-        if "/" in name or not file.is_file():
-            self._end(404)
-            return
-        self._send(file.read_bytes(), asked, with_body)
+        if is_hub and (parts.query != f"sig={SIGNATURE}" or "Authorization" in self.headers):
+            self.end(403)
+        elif not is_hub and not self._is_allowed(parts.query):
+            self.end(401)
+        elif "/" in name or not file.is_file():
+            self.end(404)
+        else:
+            self._send(file.read_bytes(), asked)
+
+    do_HEAD = do_GET  # noqa: N815 (its name)
 
     def _is_allowed(self, query: str) -> bool:
         about = self.server_about
@@ -127,38 +142,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _of_hub(self, revision: str, name: str) -> None:
         about = self.server_about
         if about.token and self.headers.get("Authorization") != f"Bearer {about.token}":
-            self._end(401)
+            self.end(401)
         elif revision != about.revision or not (about.folder / name).is_file():
-            self._end(404)
+            self.end(404)
         else:
             port = about.url.rpartition(":")[2]
             target = f"http://localhost:{port}/cdn/{name}?sig={SIGNATURE}"
-            self._end(302, {"Location": target})
+            self.end(302, {"Location": target})
 
-    def _send(self, data: bytes, asked: str, with_body: bool) -> None:
+    def _send(self, data: bytes, asked: str) -> None:
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked)
         headers, status = {"ETag": f'"{len(data)}"'}, 200
         if found and not self.server_about.ignores_ranges:
             start, stop = int(found[1]), min(int(found[2]) + 1, len(data))
             if start >= len(data):
-                self._end(416)
+                self.end(416)
                 return
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             data, status = data[start:stop], 206
-        self._end(status, headers, data, with_body=with_body)
-
-    def _end(
-        self,
-        status: int,
-        headers: dict[str, str] | None = None,
-        data: bytes = b"",
-        *,
-        with_body: bool = True,
-    ) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(data)
+        self.end(status, headers, data)

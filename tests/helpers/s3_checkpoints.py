@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import shardstore
@@ -15,6 +20,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import LIMITS
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_proxy import FaultProxy, Passed
 from testing.s3_servers import S3Server
 
 CHUNK_BYTES = 4096
@@ -40,6 +46,33 @@ def state(version: int, rank: int = 0, parts: int = 1) -> dict[str, Any]:
         ),
         "o": ShardedObject("o", f"of version {version}", (parts,), (rank,)),
     }
+
+
+def requests_of(proxy: FaultProxy, work: Callable[[], object]) -> list[Passed]:
+    """What passes while a function works."""
+    before = len(proxy.passed())
+    work()
+    return proxy.passed()[before:]
+
+
+def use_profile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "", **options: object
+) -> None:
+    """Let clients find a profile of these options, and nothing else."""
+    lines = "\n".join(f"{name} = {value}" for name, value in options.items())
+    (folder / "config").write_text(f"[profile of-the-test]\n{lines}\n{more}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "of-the-test")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def credential_process(folder: Path, **answer: str) -> str:
+    """A command that gives credentials, as a profile may name one."""
+    (folder / "answer.py").write_text(f"print({json.dumps({'Version': 1, **answer})!r})")
+    return f"{sys.executable} {folder}/answer.py"
 
 
 @dataclass(frozen=True)
@@ -111,6 +144,10 @@ class Run:
         assert isinstance(version, int)
         assert self.findings(step) == []
         return version
+
+    def claims(self, step: int) -> list[str]:
+        """Claims and marks that are left there."""
+        return self.direct.keys(self.bucket, f"run/step-{step}/.attempts")
 
     def findings(self, step: int) -> list[str]:
         """What a verification of a checkpoint finds, hashes included; claims that could not be

@@ -9,19 +9,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstore
-from shardstore import ShardedTensor, delete_checkpoint, sweep
+from shardstore import delete_checkpoint, sweep
 from shardstore.errors import (
     CheckpointExistsError,
-    ChunkCorruptError,
     DamagedCheckpointError,
     StorageError,
 )
@@ -36,7 +35,7 @@ from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
-from tests.helpers.store_suite import Target, assert_small_state, small_state, tensor
+from tests.helpers.store_suite import EACH_STORE, Target, assert_holds, save_small, small_state
 
 ROOT = "zarr.json"
 
@@ -58,19 +57,7 @@ def chunk(place: Location, index: int = 0) -> float:
     return float(np.frombuffer(place.read(f"w/c.{index}.0")[:-4], np.float32)[0])
 
 
-def test_a_commit_is_there_and_its_claim_is_gone(target: Target) -> None:
-    place = target("one")
-    attempt = begin(place, SaveOptions())
-    assert ObjectAttempt(place, attempt.id) == attempt
-    write_chunks(attempt, 1.0)
-    assert not is_committed(place)
-    commit(attempt)
-    assert is_committed(place)
-    assert place.read(ROOT) == attempt.id.encode()
-    assert place.remote.walk(ATTEMPTS) == []
-
-
-def test_the_newest_claim_owns(target: Target) -> None:
+def test_the_newest_claim_owns_and_a_late_writer_changes_nothing(target: Target) -> None:
     place = target("two")
     older = begin(place, SaveOptions())
     write_chunks(older, 1.0)
@@ -79,29 +66,22 @@ def test_the_newest_claim_owns(target: Target) -> None:
     with pytest.raises(StorageError, match=f"newer attempt {newer.id}"):
         older.check()
     write_chunks(newer, 2.0)
-    with pytest.raises(StorageError, match="newer attempt"):
-        commit(older)
+    for late in (lambda: write_chunks(older, 1.0), lambda: commit(older)):
+        with pytest.raises(StorageError, match="newer attempt"):
+            late()
     assert not is_committed(place)
     commit(newer)
-    assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
-
-
-def test_a_late_writer_changes_nothing_that_is_there(target: Target) -> None:
-    place = target("late")
-    older = begin(place, SaveOptions())
-    newer = begin(place, SaveOptions())
-    write_chunks(newer, 2.0)
-    with pytest.raises(StorageError, match="newer attempt"):
-        write_chunks(older, 1.0)
-    commit(newer)
+    assert is_committed(place)
     with pytest.raises(StorageError, match="another attempt, which is finished"):
         write_chunks(older, 1.0)
     with pytest.raises(StorageError, match="belongs"):
-        older.put_all([("common.pt", b"old")]) if place.exists("common.pt") else commit(older)
+        commit(older)
     assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
     assert place.read(ROOT) == newer.id.encode()
+    assert place.remote.walk(ATTEMPTS) == []
 
 
+@EACH_STORE
 def test_what_a_late_writer_left_is_overwritten_by_the_owner(target: Target) -> None:
     place = target("leftover")
     older = begin(place, SaveOptions())
@@ -116,9 +96,11 @@ def test_what_a_late_writer_left_is_overwritten_by_the_owner(target: Target) -> 
     assert place.read("common.pt") == b"new"
 
 
+@EACH_STORE
 def test_our_own_writes_again_are_no_conflict(target: Target) -> None:
     place = target("again")
     attempt = begin(place, SaveOptions())
+    assert ObjectAttempt(place, attempt.id) == attempt
     for _ in range(2):
         write_chunks(attempt, 1.0)
         attempt.put_all([("common.pt", b"x")])
@@ -127,6 +109,7 @@ def test_our_own_writes_again_are_no_conflict(target: Target) -> None:
     assert place.remote.walk(ATTEMPTS) == []
 
 
+@EACH_STORE
 def test_a_commit_that_is_there_is_never_replaced(target: Target) -> None:
     place = target("there")
     attempt = begin(place, SaveOptions())
@@ -179,35 +162,27 @@ def _held_up(place: Location, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any
     return late, newer
 
 
-def test_the_commit_of_a_writer_that_was_held_up_is_replaced_by_the_owner(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_writer_that_was_held_up_loses_its_commit_to_the_owner(
+    target: Target, monkeypatch: pytest.MonkeyPatch, looks: bool
 ) -> None:
+    """The late writer takes it back if it looks once more; else the owner replaces it."""
     place = target("held-up")
     late, newer = _held_up(place, monkeypatch)
     assert late._publish(ROOT, late.id.encode())  # there is no telling it by then
-    commit(newer)
-    assert place.read(ROOT) == newer.id.encode()
-    assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
-    late_names = place.remote.walk()
-    with pytest.raises(StorageError, match="belongs to"):
-        late._publish(ROOT, late.id.encode())
-    assert place.remote.walk() == late_names
-
-
-def test_a_writer_that_was_held_up_takes_its_commit_back(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = target("taken-back")
-    late, newer = _held_up(place, monkeypatch)
-    assert late._publish(ROOT, late.id.encode())
-    # The newer attempt says nothing: it may be writing for long yet, or be dead.
-    with pytest.raises(StorageError, match=f"newer attempt {newer.id}"):
-        late._look_once_more(ROOT, late.id.encode())
-    assert not is_committed(place)
+    if looks:
+        # The newer attempt says nothing: it may be writing for long yet, or be dead.
+        with pytest.raises(StorageError, match=f"newer attempt {newer.id}"):
+            late._look_once_more(ROOT, late.id.encode())
+        assert not is_committed(place)
     commit(newer)
     assert place.read(ROOT) == newer.id.encode()
     assert (chunk(place), chunk(place, 1)) == (2.0, 2.0)
     assert place.remote.walk(ATTEMPTS) == []
+    names = place.remote.walk()
+    with pytest.raises(StorageError, match="belongs to"):
+        late._publish(ROOT, late.id.encode())
+    assert place.remote.walk() == names
 
 
 class Unanswered(BaseException):
@@ -218,11 +193,10 @@ def _given_up(
     place: Location,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
-    state: dict[str, Any],
     **options: bool,
 ) -> Callable[[], bool]:
-    """A save whose deciding PUT is given up; what carries it out afterwards, and whether the store
-    then took it."""
+    """A save of 1.0 whose deciding PUT is given up; what carries it out afterwards, and whether the
+    store then took it."""
     pipe = RemoteStore._pipe
     held: list[tuple[Any, ...]] = []
 
@@ -235,7 +209,7 @@ def _given_up(
     monkeypatch.setattr(RemoteStore, "_pipe", holds)
     kind = StorageError if isinstance(error, Exception) else type(error)
     with pytest.raises(kind) as caught:
-        shardstore.save(state, place.place, **options)
+        save_small(place, 1.0, **options)
     monkeypatch.setattr(RemoteStore, "_pipe", pipe)
     if isinstance(error, Exception):
         assert place.url in str(caught.value)
@@ -254,15 +228,15 @@ def test_a_commit_that_was_given_up_is_whole_if_it_comes(
     target: Target, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     place = target("given-up")
-    carry_out = _given_up(place, monkeypatch, error, small_state(1.0))
+    carry_out = _given_up(place, monkeypatch, error)
     assert not is_committed(place)
     assert sweep(place, dry_run=False) == []  # too young
     assert carry_out()
-    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+    assert_holds(place, 1.0)
     sweep(place, older_than=timedelta(0), dry_run=False)
-    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+    assert_holds(place, 1.0)
     with pytest.raises(CheckpointExistsError):
-        shardstore.save(small_state(2.0), place.place)
+        save_small(place, 2.0)
     delete_checkpoint(place)
     assert place.remote.walk() == []
 
@@ -271,19 +245,16 @@ def test_a_save_waits_for_a_commit_that_was_given_up(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = target("given-up")
-    carry_out = _given_up(place, monkeypatch, TimeoutError(), small_state(1.0))
+    carry_out = _given_up(place, monkeypatch, TimeoutError())
 
-    class Clock:
-        monotonic = staticmethod(time.monotonic)
+    def sleep(_: float) -> None:
+        assert carry_out()
 
-        @staticmethod
-        def sleep(_: float) -> None:
-            assert carry_out()
-
-    monkeypatch.setattr(object_commit, "time", Clock)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(object_commit, "time", clock)
     with pytest.raises(CheckpointExistsError):
-        shardstore.save(small_state(2.0), place.place)
-    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+        save_small(place, 2.0)
+    assert_holds(place, 1.0)
 
 
 @pytest.mark.parametrize("comes", ["before the commit", "after it"])
@@ -292,7 +263,7 @@ def test_a_commit_that_was_given_up_takes_no_newer_save(
 ) -> None:
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
     place = target("given-up")
-    carry_out = _given_up(place, monkeypatch, TimeoutError(), small_state(1.0))
+    carry_out = _given_up(place, monkeypatch, TimeoutError())
     if comes == "before the commit":
         publish = ObjectAttempt._publish
 
@@ -302,21 +273,10 @@ def test_a_commit_that_was_given_up_takes_no_newer_save(
             return publish(self, name, data)
 
         monkeypatch.setattr(ObjectAttempt, "_publish", late)
-    shardstore.save(small_state(2.0), place.place)
+    save_small(place, 2.0)
     assert not carry_out()
-    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    assert_holds(place, 2.0)
     assert place.remote.walk(ATTEMPTS) == []
-
-
-def test_the_sweeper_takes_a_save_whose_commit_never_came(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
-    place = target("given-up")
-    _given_up(place, monkeypatch, TimeoutError(), small_state(1.0))
-    (found,) = sweep(place, older_than=timedelta(0), dry_run=False)
-    assert found.url == place.url
-    assert place.remote.walk() == []
 
 
 def test_a_commit_that_the_store_refused_leaves_nothing(
@@ -332,11 +292,12 @@ def test_a_commit_that_the_store_refused_leaves_nothing(
 
     monkeypatch.setattr(RemoteStore, "_pipe", refuses)
     with pytest.raises(StorageError) as caught:
-        shardstore.save(small_state(1.0), place.place)
+        save_small(place, 1.0)
     assert "is not known" not in str(caught.value)
     assert place.remote.walk() == []
 
 
+@EACH_STORE
 def test_simultaneous_claims_have_different_numbers(target: Target) -> None:
     place = target("many")
     with ThreadPoolExecutor(12) as pool:
@@ -363,6 +324,7 @@ def test_a_late_writer_does_not_write_into_a_newer_file(tmp_path: Path) -> None:
     assert sorted(place.remote.walk("w")) == ["w/c.0.0", "w/other"]
 
 
+@EACH_STORE
 def test_of_racing_saves_at_most_one_wins_and_it_is_whole(target: Target) -> None:
     place = target("race")
     start = threading.Barrier(6)
@@ -387,22 +349,6 @@ def test_of_racing_saves_at_most_one_wins_and_it_is_whole(target: Target) -> Non
         assert not is_committed(place)
 
 
-def test_overwriting_takes_the_commit_away_first(target: Target) -> None:
-    place = target("over")
-    first = begin(place, SaveOptions())
-    write_chunks(first, 1.0)
-    first.put_all([("w/zarr.json", b"{}")])
-    commit(first)
-    place.write("log/train.txt", b"mine")
-    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
-        begin(place, SaveOptions())
-    second = begin(place, SaveOptions(overwrite=True))
-    assert not is_committed(place)
-    assert [n for n in place.remote.walk() if not n.startswith(ATTEMPTS)] == ["log/train.txt"]
-    second.abandon()
-    assert place.remote.walk() == ["log/train.txt"]
-
-
 class ForgetfulFileSystem(MemoryFileSystem):
     """A store that takes a creation of what exists, as those do that ignore If-None-Match."""
 
@@ -415,13 +361,13 @@ class ForgetfulFileSystem(MemoryFileSystem):
 
 def test_a_store_that_ignores_conditions_is_refused_unless_allowed() -> None:
     fsspec.register_implementation("forgetful", ForgetfulFileSystem, clobber=True)
-    url = f"forgetful://{uuid.uuid4().hex}/step"
+    place = Location.of(f"forgetful://{uuid.uuid4().hex}/step")
     with pytest.raises(StorageError, match="allow_unconditional=True") as caught:
-        shardstore.save(small_state(1.0), url)
+        save_small(place, 1.0)
     assert "If-None-Match" not in str(caught.value)  # what S3 calls it
-    assert Location.of(url).remote.walk() == []
-    shardstore.save(small_state(2.0), url, allow_unconditional=True)
-    assert shardstore.load(small_state(), url)["step"] == 2
+    assert place.remote.walk() == []
+    save_small(place, 2.0, allow_unconditional=True)
+    assert_holds(place, 2.0)
 
 
 def test_a_commit_that_was_given_up_where_conditions_are_ignored(
@@ -431,13 +377,11 @@ def test_a_commit_that_was_given_up_where_conditions_are_ignored(
     fsspec.register_implementation("forgetful", ForgetfulFileSystem, clobber=True)
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)
     place = Location.of(f"forgetful://{uuid.uuid4().hex}/step")
-    carry_out = _given_up(
-        place, monkeypatch, TimeoutError(), small_state(1.0), allow_unconditional=True
-    )
+    carry_out = _given_up(place, monkeypatch, TimeoutError(), allow_unconditional=True)
     carry_out()
-    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
-    shardstore.save(small_state(2.0), place.place, overwrite=True, allow_unconditional=True)
-    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    assert_holds(place, 1.0)
+    save_small(place, 2.0, overwrite=True, allow_unconditional=True)
+    assert_holds(place, 2.0)
     carry_out()
     with pytest.raises(DamagedCheckpointError):
         shardstore.load(small_state(), place.place)
@@ -462,16 +406,3 @@ def test_a_claim_that_is_there_and_never_listed_is_an_error_in_time(
     place.write(f"{ATTEMPTS}/000001.json", b"{}")
     with pytest.raises(StorageError, match="does not list it"):
         begin(place, SaveOptions())
-
-
-def test_a_chunk_that_is_whole_but_of_another_save_is_found(target: Target) -> None:
-    place, other = target("mine"), target("other")
-    for where, value in ((place, 1.0), (other, 2.0)):
-        state = {"w": tensor("w", torch.full((512, 1024), value))}
-        shardstore.save(state, where.place)
-    place.write("w/c.0.0", other.read("w/c.0.0"))
-    with pytest.raises(ChunkCorruptError, match="late writer"):
-        shardstore.load({"w": tensor("w", torch.zeros(512, 1024))}, place.place)
-    part = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 1024), (0, 3, 64))
-    with pytest.raises(ChunkCorruptError):
-        shardstore.load({"w": part}, place.place, validate_access_integrity=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +28,8 @@ from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
-from tests.helpers.store_suite import Target, assert_small_state, small_state, unfinished_save
+from tests.helpers.s3_checkpoints import Run
+from tests.helpers.store_suite import EACH_STORE, Target, assert_holds, save_small, unfinished_save
 
 
 def test_names_of_foreign_objects_are_told_from_ours() -> None:
@@ -55,9 +56,10 @@ def test_names_of_foreign_objects_are_told_from_ours() -> None:
     assert not {"w/zarr.json", "w/c.0.1", "w/c"} & set(told)
     # With neither claims nor documents, nothing that looks like a chunk is ours.
     assert own_objects.own_names(["w/c", "w/c.0.1", "v1/0.1", "notes/1"]) == []
-    assert own_objects.own_names(["o/shard_0_1.pt"]) == []
+    objects = ["o/shard_0_1.pt", "o/shard_0_1.json"]
+    assert own_objects.own_names(objects) == []
     for evidence in ("zarr.json", ".attempts/000001.json"):
-        assert own_objects.own_names([evidence, "o/shard_0_1.pt"])[1:] == ["o/shard_0_1.pt"]
+        assert own_objects.own_names([evidence, *objects])[1:] == objects
     dead = [".attempts/000001.json", "w/c", "w/c.0.1", "v1/0.1"]
     assert own_objects.own_names(dead) == dead[:3]
     # Chunks of layout 1 are ours where an attempt said so, as chunks and nothing else.
@@ -73,22 +75,28 @@ FOREIGN = {
 """What others may have, under names that look like ours."""
 
 
+@EACH_STORE
 def test_what_only_looks_like_ours_is_never_taken(target: Target) -> None:
     root, place = target("others"), target("others/run")
     for name, data in FOREIGN.items():
         root.write(name, data)
     assert sweep(root, older_than=timedelta(0), dry_run=False) == []
-    shardstore.save(small_state(1.0), place.place)
-    shardstore.save(small_state(2.0), place.place, overwrite=True)
+    save_small(place, 1.0)
+    save_small(place, 2.0, overwrite=True)
     assert set(FOREIGN) <= set(root.remote.walk())
     delete_checkpoint(place)
     assert sorted(root.remote.walk()) == sorted(FOREIGN)
 
 
-def _dies_deleting(
-    monkeypatch: pytest.MonkeyPatch, part: Callable[[list[str]], list[str]]
-) -> Callable[..., None]:
-    """Have the third deletion die, and those before it delete a part; gives the whole one."""
+def test_what_a_deletion_in_layout_1_that_died_left_is_swept(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third request fails."""
+    root, place = target("cut"), target("cut/step-1")
+    root.write("step-1/logs/1", b"mine")
+    save_small(place, 1.0, sharded_strategy=("zarr", 1))
+    assert not any(ATTEMPTS in name for name in root.remote.walk())
+    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
     delete = RemoteStore.delete
     left = [2]
 
@@ -96,45 +104,17 @@ def _dies_deleting(
         if not left[0]:
             raise StorageError("killed")
         left[0] -= 1
-        delete(self, part(list(names)))
-
-    monkeypatch.setattr(RemoteStore, "delete", dies)
-    return delete
-
-
-def test_what_a_deletion_that_died_left_is_swept(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, place = target("cut"), target("cut/step-1")
-    shardstore.save(small_state(1.0), place.place)
-    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
-    delete = _dies_deleting(monkeypatch, lambda names: names[: max(1, len(names) // 2)])
-    with pytest.raises(StorageError, match="killed"):
-        delete_checkpoint(place)
-    monkeypatch.setattr(RemoteStore, "delete", delete)
-    assert not is_committed(place)
-    assert place.remote.walk() != []
-    (found,) = sweep(root, older_than=timedelta(0), dry_run=False)
-    assert found.url == place.url
-    assert root.remote.walk() == []
-
-
-def _deletion_held_at(
-    place: Location, monkeypatch: pytest.MonkeyPatch, held: Callable[[], None]
-) -> Callable[[], None]:
-    """A deletion that calls a function between the deletion of the commit and that of its data."""
-    delete = RemoteStore.delete
-    deleting = threading.get_ident()
-
-    def holds(self: RemoteStore, names: Any) -> None:
-        mine = threading.get_ident() == deleting
-        if mine and any("/c." in name for name in names) and not is_committed(place):
-            monkeypatch.setattr(RemoteStore, "delete", delete)
-            held()
         delete(self, names)
 
-    monkeypatch.setattr(RemoteStore, "delete", holds)
-    return lambda: delete_checkpoint(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStore, "delete", dies)
+        with pytest.raises(StorageError, match="killed"):
+            delete_checkpoint(place)
+    assert not is_committed(place)
+    assert place.remote.walk() != ["logs/1"]
+    (found,) = sweep(root, older_than=timedelta(0), dry_run=False)
+    assert found.url == place.url
+    assert root.remote.walk() == ["step-1/logs/1"]
 
 
 def test_a_save_waits_for_a_deletion_that_is_under_way(
@@ -142,30 +122,32 @@ def test_a_save_waits_for_a_deletion_that_is_under_way(
 ) -> None:
     """Its request is on the way, and takes the names that the save is going to write."""
     place = target("deleting")
-    shardstore.save(small_state(1.0), place.place)
+    save_small(place, 1.0)
     waits = threading.Event()
     saving: list[Any] = []
+    delete = RemoteStore.delete
 
-    class Clock:
-        monotonic = staticmethod(time.monotonic)
+    def sleep(seconds: float) -> None:
+        waits.set()
+        time.sleep(seconds)
 
-        @staticmethod
-        def sleep(seconds: float) -> None:
-            waits.set()
-            time.sleep(seconds)
-
-    monkeypatch.setattr(object_commit, "time", Clock)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(object_commit, "time", clock)
     with ThreadPoolExecutor(1) as pool:
 
-        def held() -> None:
-            saving.append(pool.submit(shardstore.save, small_state(2.0), place.place))
-            saving[0].add_done_callback(lambda _: waits.set())
-            assert waits.wait(60)
-            assert not saving[0].done()
+        def held(self: RemoteStore, names: Any) -> None:
+            """Between the deletion of the commit and that of its data."""
+            if not saving and any("/c." in name for name in names) and not is_committed(place):
+                saving.append(pool.submit(save_small, place, 2.0))
+                saving[0].add_done_callback(lambda _: waits.set())
+                assert waits.wait(60)
+                assert not saving[0].done()
+            delete(self, names)
 
-        _deletion_held_at(place, monkeypatch, held)()
+        monkeypatch.setattr(RemoteStore, "delete", held)
+        delete_checkpoint(place)
         saving[0].result(60)
-    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    assert_holds(place, 2.0)
     assert place.remote.walk(ATTEMPTS) == []
 
 
@@ -175,7 +157,7 @@ def test_a_deletion_that_was_held_up_takes_nothing_of_a_newer_save(
     """The save waited for it in vain and took it for dead."""
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
     place = target("held-up-deleting")
-    shardstore.save(small_state(1.0), place.place)
+    save_small(place, 1.0)
     outbid = ObjectAttempt.outbid_by
     deleting = threading.get_ident()
     saved = []
@@ -185,13 +167,13 @@ def test_a_deletion_that_was_held_up_takes_nothing_of_a_newer_save(
         mine = threading.get_ident() == deleting
         if mine and not saved and not is_committed(place):
             saved.append(True)
-            shardstore.save(small_state(2.0), place.place)
+            save_small(place, 2.0)
         return outbid(self)
 
     monkeypatch.setattr(ObjectAttempt, "outbid_by", looks)
     delete_checkpoint(place)
     assert saved
-    assert_small_state(shardstore.load(small_state(), place.place), 2.0)
+    assert_holds(place, 2.0)
     assert place.remote.walk(ATTEMPTS) == []
 
 
@@ -199,7 +181,7 @@ def test_a_deletion_that_was_outbid_before_it_began_deletes_nothing(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = target("outbid")
-    shardstore.save(small_state(1.0), place.place)
+    save_small(place, 1.0)
     write = RemoteStore.write
     newer: list[ObjectAttempt] = []
 
@@ -213,16 +195,17 @@ def test_a_deletion_that_was_outbid_before_it_began_deletes_nothing(
         delete_checkpoint(place)
     assert place.url in str(caught.value)
     assert newer[0].id in str(caught.value)
-    assert_small_state(shardstore.load(small_state(), place.place), 1.0)
+    assert_holds(place, 1.0)
     assert own_objects.numbers(place.remote.listing(ATTEMPTS), "clearing") == []
     newer[0].withdraw_all()
     delete_checkpoint(place)
     assert place.remote.walk() == []
 
 
+@EACH_STORE
 def test_simultaneous_deletions_delete_everything(target: Target) -> None:
     place = target("deletions")
-    shardstore.save(small_state(1.0), place.place)
+    save_small(place, 1.0)
     start = threading.Barrier(4)
 
     def delete(_: int) -> None:
@@ -251,11 +234,11 @@ def test_in_which_order_objects_are_deleted() -> None:
 def test_the_sweeper_takes_what_no_commit_covers(target: Target) -> None:
     root = target("runs")
     kept, dead = target("runs/step-1"), target("runs/step-2")
-    shardstore.save(small_state(1.0), kept.place)
+    save_small(kept, 1.0)
     root.write("step-3/notes.txt", b"mine")
     root.write("alone/zarr.json", b'{"zarr_format": 3, "node_type": "array"}')
     root.write("alone/c.0", b"a foreign array")
-    session = unfinished_save(dead.url, dict(dead.options))
+    session = unfinished_save(dead)
     before = root.remote.walk()
     assert sweep(root) == []  # too young
     (found,) = sweep(root, older_than=timedelta(0))
@@ -264,7 +247,7 @@ def test_the_sweeper_takes_what_no_commit_covers(target: Target) -> None:
     assert root.remote.walk() == before
     assert sweep(root, older_than=timedelta(0), dry_run=False) == [found]
     assert root.remote.walk() == [name for name in before if not name.startswith("step-2/")]
-    assert shardstore.load(small_state(), kept.place)["step"] == 1
+    assert_holds(kept, 1.0)
     with pytest.raises(StorageError, match="belongs"):
         session.finish()
     assert not is_committed(dead)
@@ -276,7 +259,7 @@ STRANGERS = ("step-2/logs/1", "step-2/logs/0.0", "step-2/notes.txt")
 def _dead_before_its_documents(target: Target) -> tuple[Location, Location]:
     """A save in Megatron-Core's old layout, whose chunks have the names that anything can have."""
     root, dead = target("runs"), target("runs/step-2")
-    unfinished_save(dead.url, dict(dead.options), version=1)
+    unfinished_save(dead, version=1)
     dead.remote.delete([name for name in dead.remote.walk() if name.endswith(".zarray")])
     assert any(name.endswith("/0.0") for name in dead.remote.walk())
     for name in STRANGERS:
@@ -294,34 +277,22 @@ def test_the_sweeper_takes_chunks_of_layout_1_that_have_no_document(target: Targ
 
 def test_the_next_save_clears_them_and_leaves_no_mark(target: Target) -> None:
     root, dead = _dead_before_its_documents(target)
-    shardstore.save(small_state(1.0), dead.place)
+    save_small(dead, 1.0)
     names = set(root.remote.walk())
     assert set(STRANGERS) <= names
     assert not any(ATTEMPTS in name for name in names)
     assert not any(name.endswith("/0.0") for name in names - set(STRANGERS))
 
 
-def test_a_save_in_layout_1_that_is_refused_or_deleted_leaves_nothing(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, place = target("old"), target("old/step-1")
+def test_a_save_in_layout_1_that_is_refused_leaves_nothing(target: Target) -> None:
+    root = target("old")
     root.write("step-1/logs/1", b"mine")
     holes = {
         "w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 0, 2)),
         "no chunk": ShardedTensor.from_rank_offsets("no chunk", torch.ones(0, 3)),
     }
     with pytest.raises(AccessPatternError):
-        shardstore.save(holes, place.place, ("zarr", 1))
-    assert root.remote.walk() == ["step-1/logs/1"]
-    shardstore.save(small_state(1.0), place.place, ("zarr", 1))
-    assert not any(ATTEMPTS in name for name in root.remote.walk())
-    # A deletion that died, wherever it did, leaves nothing that is not known.
-    monkeypatch.setattr(object_commit, "SETTLE_S", 0.0)  # its claim is certainly a dead one's
-    delete = _dies_deleting(monkeypatch, lambda names: names)
-    with pytest.raises(StorageError, match="killed"):
-        delete_checkpoint(place)
-    monkeypatch.setattr(RemoteStore, "delete", delete)
-    sweep(root, older_than=timedelta(0), dry_run=False)
+        shardstore.save(holes, target("old/step-1").place, ("zarr", 1))
     assert root.remote.walk() == ["step-1/logs/1"]
 
 
@@ -330,7 +301,7 @@ def test_what_a_store_refused_to_delete_of_layout_1_is_known(
 ) -> None:
     """Nobody waits for the deletion, which has given up; its mark says whose the rest is."""
     place = target("refused")
-    shardstore.save(small_state(1.0), place.place, ("zarr", 1))
+    save_small(place, 1.0, sharded_strategy=("zarr", 1))
     delete = RemoteStore.delete
 
     def refuses(self: RemoteStore, names: Any) -> None:
@@ -348,21 +319,19 @@ def test_what_a_store_refused_to_delete_of_layout_1_is_known(
 
 
 @pytest.mark.parametrize("fault", [Fault.LOCKED, Fault.UNKNOWN])
-def test_a_store_without_bulk_deletions(s3_server: S3Server, fault: Fault) -> None:
+def test_a_store_without_bulk_deletions(
+    own_run: Run, proxied: S3Server, proxy: FaultProxy, fault: Fault
+) -> None:
     """Many demand a Content-MD5, which botocore does not send since 1.36."""
-    bucket = s3_server.new_bucket()
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        rule = proxy.add(fault, methods=("POST",), path=r"\?delete", count=None)
-        place = Location.of(f"s3://{bucket}/run", s3_server.at(proxy.endpoint_url).storage_options)
-        for overwrite in (False, True):
-            shardstore.save(
-                small_state(), place.url, storage_options=place.options, overwrite=overwrite
-            )
-        delete_checkpoint(place)
-        assert rule.hits
-        assert s3_server.keys(bucket, "run/") == []
-        with pytest.raises(StorageError, match="NoSuchBucket"):
-            Location.of("s3://shardstore-nowhere-0815", place.options).remote.delete(["x"])
+    rule = proxy.add(fault, methods=("POST",), path=r"\?delete", count=None)
+    place = Location.of(own_run.url(1), proxied.storage_options)
+    for overwrite in (False, True):
+        save_small(place, 1.0, overwrite=overwrite)
+    delete_checkpoint(place)
+    assert rule.hits
+    assert own_run.direct.keys(own_run.bucket) == []
+    with pytest.raises(StorageError, match="NoSuchBucket"):
+        Location.of("s3://shardstore-nowhere-0815", place.options).remote.delete(["x"])
 
 
 def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> None:
@@ -380,6 +349,3 @@ def test_uploads_that_were_never_completed_are_swept(s3_server: S3Server) -> Non
     assert sweep(root, older_than=old, storage_options=options) == []
     left = client.list_multipart_uploads(Bucket=bucket).get("Uploads") or []
     assert sorted(upload["Key"] for upload in left) == ["elsewhere/x", "runs-of-others/x"]
-
-
-# -- ranks ---------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ one, and file systems of fsspec with habits of their own."""
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 import uuid
@@ -15,49 +14,46 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
+from shardstore.storage.stores.location import Location
 from testing.gcs_server import GcsServer
-from testing.s3_servers import S3Server
+from testing.s3_servers import S3Server, answers, free_port
 from tests.helpers.keeping_listings import KeepingMemory, ListingMemory
-from tests.helpers.store_suite import Place, StoreTests
+from tests.helpers.store_suite import StoreChanges, StoreTests, Target
 
 
 class TestDisk(StoreTests):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return lambda name: (str(tmp_path / name), {})
+    def place(self, tmp_path: Path) -> Target:
+        return lambda name: Location.of(tmp_path / name)
 
 
 class TestMemory(StoreTests):
     @pytest.fixture
-    def place(self) -> Place:
-        bucket = uuid.uuid4().hex
-        return lambda name: (f"memory://{bucket}/{name}", {})
+    def place(self) -> Target:
+        return Location.of(f"memory://{uuid.uuid4().hex}").child
 
 
 class TestS3(StoreTests):
     @pytest.fixture
-    def place(self, s3_server: S3Server) -> Place:
-        bucket = s3_server.new_bucket()
-        return lambda name: (f"s3://{bucket}/{name}", s3_server.storage_options)
+    def place(self, s3_server: S3Server) -> Target:
+        return Location.of(f"s3://{s3_server.new_bucket()}", s3_server.storage_options).child
 
 
 class TestGoogle(StoreTests):
     """Google Cloud Storage: TensorStore moves the chunks, gcsfs everything else."""
 
     @pytest.fixture
-    def place(self, gcs_server: GcsServer) -> Place:
-        bucket = gcs_server.new_bucket()
-        return lambda name: (f"gs://{bucket}/{name}", gcs_server.storage_options)
+    def place(self, gcs_server: GcsServer) -> Target:
+        return Location.of(f"gs://{gcs_server.new_bucket()}", gcs_server.storage_options).child
 
 
-class TestGcsfs(StoreTests):
+class TestGcsfs(StoreChanges):
     """Google Cloud Storage through gcsfs alone, because of a setting that TensorStore lacks."""
 
     @pytest.fixture
-    def place(self, gcs_server: GcsServer) -> Place:
-        bucket = gcs_server.new_bucket()
+    def place(self, gcs_server: GcsServer) -> Target:
         options = {**gcs_server.storage_options, "requests_timeout": 60}
-        return lambda name: (f"gs://{bucket}/{name}", options)
+        return Location.of(f"gs://{gcs_server.new_bucket()}", options).child
 
 
 AZURITE_ACCOUNT = "devstoreaccount1"
@@ -74,9 +70,7 @@ def azure_options() -> Iterator[dict[str, Any]]:
     program = shutil.which("azurite-blob")
     if program is None:
         pytest.skip("azurite-blob, Azure's own emulator (npm install -g azurite), is not on PATH")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [program, "--inMemoryPersistence", "--blobHost", "127.0.0.1", "--blobPort", str(port)]
     process = subprocess.Popen(
         [*command, "--skipApiVersionCheck", "--disableTelemetry", "--silent"],
@@ -84,7 +78,7 @@ def azure_options() -> Iterator[dict[str, Any]]:
     )
     try:
         limit = time.monotonic() + AZURITE_START_S
-        while not _answers(port):
+        while not answers(f"http://127.0.0.1:{port}"):
             assert process.poll() is None, "azurite-blob ended"
             assert time.monotonic() < limit, "azurite-blob does not answer"
             time.sleep(0.1)
@@ -100,45 +94,27 @@ def azure_options() -> Iterator[dict[str, Any]]:
         process.wait(timeout=30)
 
 
-def _answers(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
 class TestAzure(StoreTests):
     """Azure Blob Storage as its emulator has it, over adlfs; both are for who tries it to bring."""
 
     @pytest.fixture
-    def place(self, azure_options: dict[str, Any]) -> Place:
-        run = uuid.uuid4().hex
-        return lambda name: (f"az://tests/{run}/{name}", azure_options)
+    def place(self, azure_options: dict[str, Any]) -> Target:
+        return Location.of(f"az://tests/{uuid.uuid4().hex}", azure_options).child
 
 
-class RegisteredMemory(StoreTests):
-    """A file system of the tests under a protocol of its own."""
+class TestKeptListings(StoreChanges):
+    """File systems that answer from listings which they keep."""
 
-    reads_with_plain_zarr = False
-    protocol = ""
-    kind: type
-
-    @pytest.fixture
-    def place(self) -> Place:
-        fsspec.register_implementation(self.protocol, self.kind, clobber=True)
-        bucket = uuid.uuid4().hex
-        return lambda name: (f"{self.protocol}://{bucket}/{name}", {})
+    @pytest.fixture(params=[ListingMemory, KeepingMemory])
+    def place(self, request: pytest.FixtureRequest) -> Target:
+        kind = request.param
+        fsspec.register_implementation(kind.protocol, kind, clobber=True)
+        return Location.of(f"{kind.protocol}://{uuid.uuid4().hex}").child
 
 
-class TestListingMemory(RegisteredMemory):
-    protocol, kind = "listing-memory", ListingMemory
-
-
-class TestKeepingMemory(RegisteredMemory):
-    protocol, kind = "keeping-memory", KeepingMemory
-
-
-class TestFilesOverFsspec(StoreTests):
+class TestFilesOverFsspec(StoreChanges):
     """Real files, but by fsspec's way to them: no rename, no folders of attempts."""
 
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return lambda name: (f"local://{tmp_path}/{name}", {})
+    def place(self, tmp_path: Path) -> Target:
+        return Location.of(f"local://{tmp_path}").child
