@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import ROOT, S3Server
 from tests.helpers.processes import run_to_end
-from tests.helpers.s3_checkpoints import state
+from tests.helpers.s3_checkpoints import credential_process, state, use_profile
 
 
 class Keys:
@@ -55,32 +54,25 @@ def exchange(
 ) -> Callable[[], None]:
     """Give the program credentials, others with each call, and have the server refuse the last."""
     keys = Keys(radosgw_server)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    program = tmp_path / "answer.py"
-    (tmp_path / "config").write_text(
-        f"[profile run]\ncredential_process = {sys.executable} {program}\n"
-        if request.param == "program"
-        else "[profile run]\nretry_mode = standard\n"
-    )
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    if request.param != "variables":
-        monkeypatch.setenv("AWS_PROFILE", "run")
+    names = ("aws_access_key_id", "aws_secret_access_key")
+    found = {"retry_mode": "standard"}
+    if request.param == "program":
+        found = {"credential_process": credential_process(tmp_path)}
+    use_profile(tmp_path, monkeypatch, **found)
+    if request.param == "variables":
+        monkeypatch.delenv("AWS_PROFILE")
 
     def work() -> None:
         keys.exchange()
-        names = ("aws_access_key_id", "aws_secret_access_key")
         if request.param == "variables":
             for name, value in zip(names, (keys.key, keys.secret), strict=True):
                 monkeypatch.setenv(name.upper(), value)
         elif request.param == "program":
             until = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
-            answer = {"Version": 1, "Expiration": until}
-            answer |= {"AccessKeyId": keys.key, "SecretAccessKey": keys.secret}
-            program.write_text(f"print({json.dumps(answer)!r})")
+            answer = {"AccessKeyId": keys.key, "SecretAccessKey": keys.secret}
+            credential_process(tmp_path, **answer, Expiration=until)
         else:  # as programs do that renew it: in one step
-            text = f"[run]\n{names[0]} = {keys.key}\n{names[1]} = {keys.secret}\n"
+            text = f"[of-the-test]\n{names[0]} = {keys.key}\n{names[1]} = {keys.secret}\n"
             (tmp_path / "fresh").write_text(text)
             (tmp_path / "fresh").rename(tmp_path / "credentials")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,13 @@ from typing import Any
 import pytest
 
 import shardstore
-from shardstore.errors import StorageError
+from shardstore.errors import CheckpointingException
 from shardstore.storage.stores import tensorstore
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import S3Settings
 from testing.s3_servers import S3Server
-from tests.helpers.s3_checkpoints import state
+from tests.helpers.s3_checkpoints import credential_process, state, use_profile
 
 WRONG = {
     "key": "AKNOBODY000000000000",
@@ -50,7 +49,9 @@ def shown(error: BaseException) -> str:
 
 
 def failures(server: S3Server, bucket: str) -> Iterator[Callable[[], Any]]:
-    url, options = f"s3://{bucket}/run/step-1", {**server.storage_options, **WRONG}
+    """With credentials that the server does not know, and with those that it does."""
+    url, nowhere = f"s3://{bucket}/run/step-1", "s3://shardstore-nowhere-0815/x"
+    right, options = server.storage_options, {**server.storage_options, **WRONG}
     place = Location.of(url, options)
     yield lambda: shardstore.save(state(1), f"{url}-not", storage_options=options)
     yield lambda: shardstore.load({"w": state(0)["w"]}, url, storage_options=options)
@@ -58,6 +59,10 @@ def failures(server: S3Server, bucket: str) -> Iterator[Callable[[], Any]]:
     yield lambda: place.io().put("w/c.0.0", [b"x"], create=True)
     yield lambda: place.read("zarr.json")
     yield lambda: shardstore.sweep(url, storage_options=options)
+    yield lambda: shardstore.save(state(1), url, storage_options=right)
+    yield lambda: shardstore.save(state(1), nowhere, storage_options=right)
+    yield lambda: shardstore.load({}, nowhere, storage_options=right)
+    yield lambda: shardstore.load({}, f"{url}-not", storage_options=right)
     wrong: dict[str, Any]
     for wrong in (
         {"no_such": 1},
@@ -66,46 +71,66 @@ def failures(server: S3Server, bucket: str) -> Iterator[Callable[[], Any]]:
         {"client_kwargs": {"aws_access_key_id": "AKTWICE0000000000"}},
         {"key": 1},
     ):
-        given = {**options, **wrong}
-        yield lambda given=given: shardstore.load({}, url, storage_options=given)  # type: ignore[misc]
-
-
-def test_no_error_or_its_cause_shows_credentials(s3_server: S3Server) -> None:
-    bucket = s3_server.new_bucket()
-    shardstore.save(
-        state(1), f"s3://{bucket}/run/step-1", storage_options=s3_server.storage_options
-    )
-    for work in failures(s3_server, bucket):
-        with pytest.raises(StorageError) as caught:
-            work()
-        said = shown(caught.value)
-        for value in (*WRONG.values(), s3_server.key, s3_server.secret):
-            assert value not in said
+        for given in (options, right):
+            given = {**given, **wrong}
+            yield lambda given=given: shardstore.load({}, url, storage_options=given)  # type: ignore[misc]
 
 
 def test_no_client_shows_credentials(s3_server: S3Server) -> None:
     place = Location.of(f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options)
     seen = f"{place!r} {place} {place.place!r} {pickle.dumps(place.place)!r} {place.remote!r}"
-    seen += f"{tensorstore.KvStoreIO(place.url, place.options).opened()!r} {place.kvstore()!r}"
+    io = tensorstore.KvStoreIO(place.url, place.options)
+    seen += f" {s3_server!r} {io.opened()!r} {place.kvstore()!r}"
     assert s3_server.secret not in seen
     assert s3_server.key not in seen
 
 
-def test_no_log_shows_credentials_at_any_level(
-    s3_server: S3Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    bucket = s3_server.new_bucket()
-    url, options = f"s3://{bucket}/run/step-1", s3_server.storage_options
-    caplog.set_level(logging.DEBUG)
-    caplog.set_level(logging.DEBUG, logger="botocore")
+def saved_and_loaded(url: str, options: dict[str, Any]) -> None:
     shardstore.save(state(1), url, storage_options=options)
-    shardstore.async_save(state(2), f"{url}-2", storage_options=options).result(60)
     shardstore.load({"w": state(0)["w"]}, url, storage_options=options)
-    for work in failures(s3_server, bucket):
-        with pytest.raises(StorageError):
-            work()
+
+
+def logged_by(caplog: pytest.LogCaptureFixture, work: Callable[[], object]) -> str:
+    """All that is logged at any level, with its arguments."""
+    for name in (None, "botocore"):
+        caplog.set_level(logging.DEBUG, logger=name)
+    caplog.clear()  # of the test's own client
+    work()
     said = "\n".join([caplog.text, *(f"{r.getMessage()} {r.args!r}" for r in caplog.records)])
     assert "Credential=***" in said  # the libraries did say much
+    return said
+
+
+def test_credentials_are_in_nothing_written_printed_logged_or_raised(
+    s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In objects and files, by libraries at any level, or with the causes of errors."""
+    for name in ("HOME", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    bucket = s3_server.new_bucket()
+    url, options = f"s3://{bucket}/run/step-1", s3_server.storage_options
+    errors = []
+
+    def work() -> None:
+        saved_and_loaded(url, options)
+        shardstore.async_save(state(2), f"{url}-2", storage_options=options).result(60)
+        for failure in failures(s3_server, bucket):
+            with pytest.raises(CheckpointingException) as caught:
+                failure()
+            errors.append(shown(caught.value))
+
+    said = "".join([logged_by(caplog, work), *errors, *capfd.readouterr()])
+    for path in tmp_path.rglob("*"):
+        said += f"{path} {path.read_text('latin-1') if path.is_file() else ''}"
+    keys = s3_server.keys(bucket)
+    assert any(key.endswith("step-1/zarr.json") for key in keys)
+    place = Location.of(f"s3://{bucket}", options)
+    said += "".join(key + place.read(key).decode("latin-1") for key in keys)
     for value in (*WRONG.values(), s3_server.key, s3_server.secret):
         assert value not in said
 
@@ -120,41 +145,22 @@ def test_no_log_shows_credentials_that_a_client_found(
 ) -> None:
     """Of a profile with a session token; and of a program that is asked for them, which nothing
     here knows before the client does."""
+    key, secret = s3_server.key, s3_server.secret
     token = f"IQoJb3JpZ2luX2VjEHMaCXVzLWVhc3Qt+{source}/Qx=="
-    lines = {
-        "aws_access_key_id": s3_server.key,
-        "aws_secret_access_key": s3_server.secret,
-        "aws_session_token": token,
-    }
     if source == "program":
-        answer = {
-            "Version": 1,
-            "AccessKeyId": s3_server.key,
-            "SecretAccessKey": s3_server.secret,
-            "SessionToken": token,
-        }
-        (tmp_path / "answer.py").write_text(f"print({json.dumps(answer)!r})")
-        lines = {"credential_process": f"{sys.executable} {tmp_path}/answer.py"}
-    text = "\n".join(f"{name} = {value}" for name, value in lines.items())
-    (tmp_path / "config").write_text(f"[profile of-the-test]\n{text}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_PROFILE", "of-the-test")
+        answer = {"AccessKeyId": key, "SecretAccessKey": secret, "SessionToken": token}
+        found = {"credential_process": credential_process(tmp_path, **answer)}
+    else:
+        found = {"aws_access_key_id": key, "aws_secret_access_key": secret}
+        found |= {"aws_session_token": token}
+    use_profile(tmp_path, monkeypatch, **found)
     # What other tests made known must not help.
     monkeypatch.setattr("shardstore.storage.stores.errors._hidden", set())
     options = {"endpoint_url": s3_server.endpoint_url, "region_name": s3_server.region}
-    caplog.set_level(logging.DEBUG)
-    caplog.set_level(logging.DEBUG, logger="botocore")
     url = f"s3://{s3_server.new_bucket()}/run/step-1"
-    caplog.clear()  # of the test's own client
-    shardstore.save(state(1), url, storage_options=options)
-    shardstore.load({"w": state(0)["w"]}, url, storage_options=options)
-    said = "\n".join([caplog.text, *(f"{r.getMessage()} {r.args!r}" for r in caplog.records)])
-    assert "Credential=***" in said
+    said = logged_by(caplog, lambda: saved_and_loaded(url, options))
     assert "security-token" in said.lower()
-    for value in (s3_server.key, s3_server.secret, token):
+    for value in (key, secret, token):
         assert value not in said
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,8 @@ from shardstore.storage.stores.prefix import ObjectPrefix
 from shardstore.strategies import zarr as zarr_strategy
 from testing.s3_proxy import VIRTUAL_HOSTS, Fault, FaultProxy
 from testing.s3_servers import S3Server, free_port
-from tests.helpers.s3_checkpoints import state
+from tests.helpers.range_server import Quiet, answering
+from tests.helpers.s3_checkpoints import state, use_profile
 from tests.helpers.store_suite import Target
 
 
@@ -58,10 +56,13 @@ def test_an_endpoint_that_is_given_comes_before_variables(
     assert "run/w/c.0.0" in any_s3_server.keys(bucket)
 
 
-@pytest.mark.parametrize("protocol", ["s3", "s3a"])
 @pytest.mark.parametrize(
-    "given",
-    [{}, {"config_kwargs": {"s3": {"addressing_style": "path"}}}, {"asynchronous": True}],
+    ("protocol", "given"),
+    [
+        ("s3", {}),
+        ("s3a", {"config_kwargs": {"s3": {"addressing_style": "path"}}}),
+        ("s3", {"asynchronous": True}),
+    ],
     ids=str,
 )
 def test_options_of_the_configuration_of_fsspec(
@@ -83,10 +84,10 @@ def test_options_of_the_configuration_of_fsspec(
         Location.of(f"s3://{bucket}/run", given).exists()
 
 
-@pytest.mark.parametrize("name", ["asynchronous", "skip_instance_cache"])
-def test_how_a_program_shares_its_file_system_does_not_matter(target: Target, name: str) -> None:
+def test_how_a_program_shares_its_file_system_does_not_matter(target: Target) -> None:
     place = target("run")
-    saved_and_loaded(place.url, {**place.options, name: True})
+    more = {"asynchronous": True, "skip_instance_cache": True}
+    saved_and_loaded(place.url, {**place.options, **more})
 
 
 def test_variables_of_other_credentials_do_not_go_along(
@@ -106,28 +107,28 @@ def test_variables_of_other_credentials_do_not_go_along(
         assert "x-amz-request-payer" not in request.headers
 
 
-@pytest.mark.parametrize("source", ["option", "client", "AWS_ENDPOINT_URL", "S3", "profile"])
+@pytest.mark.parametrize(
+    "source", ["option", "client", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile"]
+)
 def test_a_slash_at_the_end_of_an_endpoint_is_in_no_request(
-    s3_server: S3Server,
+    proxied: S3Server,
+    proxy: FaultProxy,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     source: str,
 ) -> None:
-    options: dict[str, Any] = {"key": s3_server.key, "secret": s3_server.secret}
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        endpoint = f"{proxy.endpoint_url}/"
-        if source == "option":
-            options["endpoint_url"] = endpoint
-        elif source == "client":
-            options["client_kwargs"] = {"endpoint_url": endpoint}
-        elif source == "profile":
-            (tmp_path / "config").write_text(f"[profile of-here]\nendpoint_url = {endpoint}\n")
-            monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-            monkeypatch.setenv("AWS_PROFILE", "of-here")
-        else:
-            monkeypatch.setenv("AWS_ENDPOINT_URL_S3" if source == "S3" else source, endpoint)
-        saved_and_loaded(f"s3://{s3_server.new_bucket()}/run", options)
-        paths = [request.path for request in proxy.passed()]
+    options: dict[str, Any] = {"key": proxied.key, "secret": proxied.secret}
+    endpoint = {"endpoint_url": f"{proxied.endpoint_url}/"}
+    if source == "option":
+        options |= endpoint
+    elif source == "client":
+        options["client_kwargs"] = endpoint
+    elif source == "profile":
+        use_profile(tmp_path, monkeypatch, **endpoint)
+    else:
+        monkeypatch.setenv(source, endpoint["endpoint_url"])
+    saved_and_loaded(f"s3://{proxied.new_bucket()}/run", options)
+    paths = [request.path for request in proxy.passed()]
     assert len(paths) > 20
     assert [path for path in paths if path.startswith("//")] == []
 
@@ -136,11 +137,7 @@ def test_two_slashes_in_the_endpoint_of_a_profile_are_named(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bucket = s3_server.new_bucket()
-    (tmp_path / "config").write_text(
-        f"[profile of-here]\nendpoint_url = {s3_server.endpoint_url}//s3\n"
-    )
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_PROFILE", "of-here")
+    use_profile(tmp_path, monkeypatch, endpoint_url=f"{s3_server.endpoint_url}//s3")
     options = {"key": s3_server.key, "secret": s3_server.secret}
     with pytest.raises(ArgumentError, match=r"endpoint_url of the profile .*two slashes"):
         shardstore.save(state(3), f"s3://{bucket}/run", storage_options=options)
@@ -172,93 +169,80 @@ READERS: dict[str, Callable[[str, dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
-    ("fault", "client"), [("ABSENT", "tensorstore"), ("DENIED", "tensorstore"), ("DENIED", "")]
+    ("fault", "client"),
+    [(Fault.ABSENT, "tensorstore"), (Fault.DENIED, "tensorstore"), (Fault.DENIED, "")],
 )
 def test_what_one_client_does_not_find_is_no_damage(
-    s3_server: S3Server, caplog: pytest.LogCaptureFixture, reader: str, fault: str, client: str
+    proxied: S3Server,
+    proxy: FaultProxy,
+    caplog: pytest.LogCaptureFixture,
+    fault: Fault,
+    client: str,
 ) -> None:
     """As behind a proxy, or at an address, that only one of the clients uses."""
-    bucket = s3_server.new_bucket()
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        options = s3_server.at(proxy.endpoint_url).storage_options
-        url = f"s3://{bucket}/run/step-1"
-        shardstore.save(state(3), url, storage_options=options)
-        group = zarr.open_group(f"{url}/of-others", mode="w", storage_options=options)
-        group.create_array("b", data=np.full(7, 3.0), compressors=zarr.codecs.GzipCodec())
-        proxy.add(Fault[fault], path="/c[./]0" if client == "" else "", client=client, count=None)
+    url, options = f"s3://{proxied.new_bucket()}/run/step-1", proxied.storage_options
+    shardstore.save(state(3), url, storage_options=options)
+    group = zarr.open_group(f"{url}/of-others", mode="w", storage_options=options)
+    group.create_array("b", data=np.full(7, 3.0), compressors=zarr.codecs.GzipCodec())
+    proxy.add(fault, path="" if client else "/c[./]0", client=client, count=None)
+    for name, reader in READERS.items():
+        caplog.clear()
+        tensorstore._warn_once.cache_clear()
         said = ""
         try:
-            assert READERS[reader](url, options) == 3
+            assert reader(url, options) == 3
         except StorageError as error:
             said = str(error)
         said += caplog.text
-        assert "damage" not in said.lower()
-        if fault == "ABSENT":
-            assert "different servers" in said or reader in ("one array", "verify")
+        assert "damage" not in said.lower(), name
+        if fault == Fault.ABSENT:
+            assert "different servers" in said or name in ("one array", "verify")
 
 
 def test_a_chunk_that_no_client_finds_is_missing(s3_server: S3Server) -> None:
-    """Of a checkpoint; another program's arrays have the fill value there."""
+    """Of a checkpoint; another program's arrays have the fill value there, also in shards."""
     bucket, options = s3_server.new_bucket(), s3_server.storage_options
     url = f"s3://{bucket}/run"
     shardstore.save(state(3), url, storage_options=options)
     group = zarr.open_group(f"s3://{bucket}/others", mode="w", storage_options=options)
-    array = group.create_array(
-        "b", shape=8, chunks=4, dtype="f4", fill_value=5, compressors=zarr.codecs.GzipCodec()
-    )
-    array[:4] = 3
+    how: dict[str, Any] = {"chunks": (2,), "shards": (4,), "compressors": zarr.codecs.GzipCodec()}
+    group.create_array("b", shape=8, dtype="f4", fill_value=5, **how)[:3] = 3
     s3_server.client().delete_object(Bucket=bucket, Key="run/b/c.0")
     with pytest.raises(ChunkMissingError, match="'b'"):
         shardstore.load(state(0), url, storage_options=options)
     opened = shardstore.open(f"s3://{bucket}/others", options)
-    assert opened["b"][:].tolist() == [3] * 4 + [5] * 4
-
-
-@contextmanager
-def giving_credentials(server: S3Server, lasting: timedelta) -> Iterator[tuple[str, list[str]]]:
-    """What a container asks for its role's credentials, and what was said to be allowed to."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.headers.get("Authorization", ""))
-            until = (datetime.now(UTC) + lasting).strftime("%Y-%m-%dT%H:%M:%SZ")
-            about = {"AccessKeyId": server.key, "SecretAccessKey": server.secret}
-            body = json.dumps({**about, "Token": "", "Expiration": until}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    host = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=host.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{host.server_port}/credentials", asked
-    finally:
-        host.shutdown()
-        host.server_close()
+    assert opened["b"][:].tolist() == [3] * 3 + [5] * 5
+    assert shardstore.open(f"s3://{bucket}/others/b", options)["b"][7] == 5
 
 
 @pytest.mark.parametrize("minutes", [360, 2])
 def test_credentials_that_end_are_those_of_both_clients(
     any_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, minutes: int
 ) -> None:
-    """Those of two minutes are asked for again and again, as they are about to end."""
-    bucket = any_s3_server.new_bucket()
+    """A container gives those of a role. Those of two minutes are asked for again and again, as
+    they are about to end."""
+    server, bucket = any_s3_server, any_s3_server.new_bucket()
+    asked: list[str] = []
+
+    class Handler(Quiet):
+        def _answer(self) -> None:
+            asked.append(self.headers.get("Authorization", ""))
+            until = datetime.now(UTC) + timedelta(minutes=minutes)
+            about = {"AccessKeyId": server.key, "SecretAccessKey": server.secret, "Token": ""}
+            about |= {"Expiration": until.strftime("%Y-%m-%dT%H:%M:%SZ")}
+            self.end(200, {}, json.dumps(about).encode())
+
+        do_GET = _answer  # noqa: N815 (its name)
+
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
-    with giving_credentials(any_s3_server, timedelta(minutes=minutes)) as (url, asked):
-        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
+    with answering(Handler) as url:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/credentials")
         monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "of-this-container")
-        endpoint = {"endpoint_url": any_s3_server.endpoint_url, "region_name": "us-east-1"}
         # An option that no other test has: its client is made here.
         options = {
-            "client_kwargs": endpoint,
+            "client_kwargs": {"endpoint_url": server.endpoint_url, "region_name": "us-east-1"},
             "config_kwargs": {"max_pool_connections": 17 + minutes},
         }
         saved_and_loaded(f"s3://{bucket}/run", options)
@@ -266,56 +250,41 @@ def test_credentials_that_end_are_those_of_both_clients(
     assert (len(asked) > 1) == (minutes < 10)
 
 
-@pytest.mark.parametrize("style", ["path", "virtual"])
-def test_a_proxy_and_how_buckets_are_addressed(s3_server: S3Server, style: str) -> None:
-    """No name below that of the hosts is known: every request has to go by the proxy."""
-    bucket = s3_server.new_bucket()
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        options = {
-            "key": s3_server.key,
-            "secret": s3_server.secret,
-            "endpoint_url": f"http://{VIRTUAL_HOSTS}",
-            "config_kwargs": {
-                "proxies": {"http": proxy.endpoint_url},
-                "s3": {"addressing_style": style},
-            },
-        }
-        saved_and_loaded(f"s3://{bucket}/run", options)
-        hosts = {request.headers["host"].partition(":")[0] for request in proxy.passed()}
-    assert hosts == {VIRTUAL_HOSTS if style == "path" else f"{bucket}.{VIRTUAL_HOSTS}"}
-    assert "run/w/c.0.0" in s3_server.keys(bucket)
-
-
-def test_tensorstore_finds_the_bucket_in_the_host_s_name(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("given_by", "style"), [("option", "path"), ("option", "virtual"), ("variable", "virtual")]
+)
+def test_a_proxy_and_how_buckets_are_addressed(
+    s3_server: S3Server,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    given_by: str,
+    style: str,
 ) -> None:
-    """Below the hosts no name is known: a proxy that both clients read from a variable sends their
-    requests to the server."""
+    """No name below that of the hosts is known: every request has to go by the proxy, which both
+    clients find in a variable."""
     bucket = s3_server.new_bucket()
-    with FaultProxy(s3_server.endpoint_url) as proxy:
+    config: dict[str, Any] = {"s3": {"addressing_style": style}}
+    if given_by == "option":
+        config["proxies"] = {"http": proxy.endpoint_url}
+    else:
         monkeypatch.setenv("http_proxy", proxy.endpoint_url)
-        options = {
-            "key": s3_server.key,
-            "secret": s3_server.secret,
-            "endpoint_url": f"http://{VIRTUAL_HOSTS}",
-            "config_kwargs": {"s3": {"addressing_style": "virtual"}},
-        }
-        saved_and_loaded(f"s3://{bucket}/run", options)
-        requests = list(proxy.passed())
-    assert {r.headers["host"].partition(":")[0] for r in requests} == {f"{bucket}.{VIRTUAL_HOSTS}"}
-    chunks = [request for request in requests if "/w/c" in request.path]
+    endpoint = {"endpoint_url": f"http://{VIRTUAL_HOSTS}", "config_kwargs": config}
+    options = {"key": s3_server.key, "secret": s3_server.secret, **endpoint}
+    saved_and_loaded(f"s3://{bucket}/run", options)
+    hosts = {request.headers["host"].partition(":")[0] for request in proxy.passed()}
+    assert hosts == {VIRTUAL_HOSTS if style == "path" else f"{bucket}.{VIRTUAL_HOSTS}"}
+    chunks = proxy.passed(path="/w/c")
     assert {request.method for request in chunks} == {"GET", "PUT"}
-    assert not any("boto" in request.headers["user-agent"].lower() for request in chunks)
+    if given_by == "variable":
+        assert not any("boto" in request.headers["user-agent"].lower() for request in chunks)
     assert "run/w/c.0.0" in s3_server.keys(bucket)
 
 
-def test_an_encryption_is_asked_for_with_every_object(s3_server: S3Server) -> None:
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        server = s3_server.at(proxy.endpoint_url)
-        arguments = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-of-the-lab"}
-        options = {**server.storage_options, "s3_additional_kwargs": arguments}
-        saved_and_loaded(f"s3://{server.new_bucket()}/run", options)
-        sent = [request for request in proxy.passed("PUT") if "/run/" in request.path]
+def test_an_encryption_is_asked_for_with_every_object(proxied: S3Server, proxy: FaultProxy) -> None:
+    arguments = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-of-the-lab"}
+    options = {**proxied.storage_options, "s3_additional_kwargs": arguments}
+    saved_and_loaded(f"s3://{proxied.new_bucket()}/run", options)
+    sent = proxy.passed("PUT", "/run/")
     assert len(sent) > 8
     for request in sent:
         assert request.headers.get("x-amz-server-side-encryption") == "aws:kms", request
@@ -334,15 +303,16 @@ def test_an_encryption_is_asked_for_with_every_object(s3_server: S3Server) -> No
     ],
 )
 def test_s3fs_moves_chunks_where_tensorstore_cannot(
-    s3_server: S3Server, caplog: pytest.LogCaptureFixture, options: dict[str, Any], why: str | None
+    proxied: S3Server,
+    proxy: FaultProxy,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    why: str | None,
 ) -> None:
     """Once a process and bucket it is said why."""
     caplog.set_level("INFO", "shardstore")
-    url = f"s3://{s3_server.new_bucket()}/run"
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        server = s3_server.at(proxy.endpoint_url)
-        saved_and_loaded(url, {**server.storage_options, **options})
-        chunks = [request for request in proxy.passed() if "/w/c" in request.path]
+    saved_and_loaded(f"s3://{proxied.new_bucket()}/run", {**proxied.storage_options, **options})
+    chunks = proxy.passed(path="/w/c")
     assert {request.method for request in chunks} == {"GET", "PUT"}
     by_s3fs = {"boto" in request.headers["user-agent"].lower() for request in chunks}
     assert by_s3fs == {why is not None}
@@ -354,7 +324,7 @@ def test_s3fs_moves_chunks_where_tensorstore_cannot(
 
 
 def test_a_silent_server_is_given_up_and_the_next_request_works(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    proxied: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where TensorStore has no limit of its own. A request that is left keeps its place in the
     context: here it is the only one."""
@@ -362,17 +332,15 @@ def test_a_silent_server_is_given_up_and_the_next_request_works(
     monkeypatch.setattr(tensorstore, "REQUESTS", 1)
     fresh = cache(tensorstore.shared_context.__wrapped__)
     monkeypatch.setattr(tensorstore, "shared_context", fresh)
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        server = s3_server.at(proxy.endpoint_url)
-        place = Location.of(f"s3://{server.new_bucket()}/run", server.storage_options)
-        place.write("here", b"x")
-        io = place.io()
-        assert isinstance(io, tensorstore.KvStoreIO)
-        proxy.add(Fault.SILENCE, path="/run/silent")
-        with pytest.raises(StorageError, match="no answer within 1 s"):
-            io.put("silent", [b"x"], create=True)
-        assert io.put("next", [b"x"], create=True)
-        assert io.get("next", size=1) == b"x"
+    place = Location.of(f"s3://{proxied.new_bucket()}/run", proxied.storage_options)
+    place.write("here", b"x")
+    io = place.io()
+    assert isinstance(io, tensorstore.KvStoreIO)
+    proxy.add(Fault.SILENCE, path="/run/silent")
+    with pytest.raises(StorageError, match="no answer within 1 s"):
+        io.put("silent", [b"x"], create=True)
+    assert io.put("next", [b"x"], create=True)
+    assert io.get("next", size=1) == b"x"
 
 
 def test_two_stores_behind_one_url_are_found_out(
