@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +45,12 @@ def state(world_size: int, full: torch.Tensor) -> dict[str, Any]:
     return {"m": {"rows": rows, "half": full[:3].bfloat16()}, "v": dict(VALUES)}
 
 
+def empty(world_size: int) -> dict[str, Any]:
+    """To be filled by a load."""
+    values = {**dict.fromkeys(VALUES), "betas": (), "names": []}
+    return {**state(world_size, whole() * 0 - 1), "v": values}
+
+
 def differences(found: dict[str, Any], shift: int = 0) -> list[str]:
     full, rows = whole(shift), found["m"]["rows"]
     expected = dtensor_states.part_of(full, rows.device_mesh, rows.placements)
@@ -55,7 +60,7 @@ def differences(found: dict[str, Any], shift: int = 0) -> list[str]:
     return wrong + ([] if values == {**VALUES, "lr": "nan"} else ["values"])
 
 
-def save(rank: int, world_size: int, server: S3Server, root: str) -> None:
+def save(rank: int, world_size: int, server: S3Server, root: str) -> list[list[str]]:
     os.environ.update(server.environment)
     made = state(world_size, whole())
     dcp.save(made, storage_writer=StorageWriter(f"{root}/plain"))
@@ -73,25 +78,38 @@ def save(rank: int, world_size: int, server: S3Server, root: str) -> None:
     future.result()
     for name in ("plain", "over", "bare", "async"):
         assert load(rank, world_size, server, f"{root}/{name}") == []
+    return installed(rank, world_size, server, f"{root}/installed")
 
 
 def load(rank: int, world_size: int, server: S3Server, place: str) -> list[str]:
     for name in server.environment:
         os.environ.pop(name, None)
-    wanted = state(world_size, whole() * 0 - 1)
-    wanted["v"] = dict.fromkeys(VALUES)
-    wanted["v"]["betas"], wanted["v"]["names"] = (), []
+    wanted = empty(world_size)
     reader = StorageReader(place, storage_options=server.storage_options)
     dcp.load(wanted, storage_reader=reader)
     os.environ.update(server.environment)
     return differences(wanted)
 
 
+def installed(rank: int, world_size: int, server: S3Server, place: str) -> list[list[str]]:
+    """Save and load by the place alone; what differed."""
+    for name in server.environment:
+        os.environ.pop(name, None)
+    found = []
+    with install(storage_options=server.storage_options):
+        for shift in (0, 5):
+            dcp.save(state(world_size, whole(shift)), checkpoint_id=place)
+            wanted = empty(world_size)
+            dcp.load(wanted, checkpoint_id=place)
+            found.append(differences(wanted, shift))
+    return found
+
+
 @pytest.fixture(scope="module")
 def saved(s3_server: S3Server) -> str:
     """What two ranks saved; all that they checked on the way held."""
     root = f"s3://{s3_server.new_bucket()}/run"
-    run_ranks(save, 2, s3_server, root)
+    assert run_ranks(save, 2, s3_server, root) == [[[], []]] * 2
     return root
 
 
@@ -130,76 +148,27 @@ def test_an_absent_place_is_an_error_of_dcp(s3_server: S3Server) -> None:
 
 @pytest.mark.parametrize("document", ["manifest.npz", "zarr.json"])
 def test_a_save_that_failed_does_not_hold_up_the_next(
-    s3_server: S3Server, document: str, caplog: pytest.LogCaptureFixture
+    own_run: Run, proxy: FaultProxy, document: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also while the writer that failed lives on, as a trainer's does."""
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
-        place, wanted = run.url(1), {"w": torch.arange(100.0)}
-        proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=rf"/step-1/{document}$", count=None)
-        failed = StorageWriter(place, storage_options=run.options)
-        with pytest.raises(CheckpointException, match=r"SlowDown|503"):
-            dcp.save(wanted, storage_writer=failed, no_dist=True)
-        assert s3_server.keys(run.bucket, "run/step-1/") == []
-        proxy.clear()
-        writer = StorageWriter(place, storage_options=run.options)
-        dcp.save(wanted, storage_writer=writer, no_dist=True)
-        assert "taken for dead" not in caplog.text
-        # What was given up long ago is not given up again, on what is there now.
-        failed.reset()
-        found = {"w": torch.zeros(100)}
-        reader = StorageReader(place, storage_options=run.options)
-        dcp.load(found, storage_reader=reader, no_dist=True)
-        assert torch.equal(found["w"], wanted["w"])
+    wanted, found = {"w": torch.arange(100.0)}, {"w": torch.zeros(100)}
+    given: dict[str, Any] = {"storage_options": own_run.options}
+    failed, writer = (StorageWriter(own_run.url(1), **given) for _ in range(2))
+    proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=rf"/step-1/{document}$", count=None)
+    with pytest.raises(CheckpointException, match=r"SlowDown|503"):
+        dcp.save(wanted, storage_writer=failed, no_dist=True)
+    assert own_run.direct.keys(own_run.bucket) == []
+    proxy.clear()
+    dcp.save(wanted, storage_writer=writer, no_dist=True)
+    assert "taken for dead" not in caplog.text
+    # What was given up long ago is not given up again, on what is there now.
+    failed.reset()
+    dcp.load(found, storage_reader=StorageReader(own_run.url(1), **given), no_dist=True)
+    assert torch.equal(found["w"], wanted["w"])
 
 
-def installed(rank: int, world_size: int, server: S3Server, place: str) -> list[list[str]]:
-    for name in server.environment:
-        os.environ.pop(name, None)
-    found = []
-    with install(storage_options=server.storage_options):
-        for shift in (0, 5):
-            dcp.save(state(world_size, whole(shift)), checkpoint_id=place)
-            wanted = state(world_size, whole() * 0 - 1)
-            wanted["v"] = {**dict.fromkeys(VALUES), "betas": (), "names": []}
-            dcp.load(wanted, checkpoint_id=place)
-            found.append(differences(wanted, shift))
-    return found
-
-
-def test_places_alone_are_ours_once_installed(s3_server: S3Server) -> None:
-    place = f"s3://{s3_server.new_bucket()}/run/step-1"
-    assert run_ranks(installed, 2, s3_server, place) == [[[], []]] * 2
-    location = Location.of(place, s3_server.storage_options)
+def test_places_alone_are_ours_once_installed(saved: str, s3_server: S3Server) -> None:
+    location = Location.of(f"{saved}/installed", s3_server.storage_options)
     assert location.read(".metadata").startswith(b"not a file of PyTorch DCP")
-    shardstore.delete_checkpoint(place, storage_options=s3_server.storage_options)
+    shardstore.delete_checkpoint(location.place)
     assert location.remote.walk() == []
-
-
-def test_long_values_come_and_go_with_their_checkpoint(s3_server: S3Server) -> None:
-    url = f"s3://{s3_server.new_bucket()}/c"
-    options = {"storage_options": s3_server.storage_options}
-
-    def write(made: dict[str, Any]) -> list[str]:
-        writer = StorageWriter(url, overwrite=True, **options)
-        dcp.save(made, storage_writer=writer, no_dist=True)
-        return sorted(Location.of(url, s3_server.storage_options).remote.walk())
-
-    long = {"seen": np.arange(30_000), "state": bytes(range(256)) * 400}
-    assert {"seen/shard_0_1.json", "state/shard_0_1.json"} < set(write({"w": whole(), **long}))
-    wanted = {"w": torch.zeros(ROWS, 4), "seen": None, "state": None}
-    dcp.load(wanted, storage_reader=StorageReader(url, **options), no_dist=True)
-    assert (wanted["seen"] == long["seen"]).all()
-    assert wanted["state"] == long["state"]
-    found: list[Finding] = []
-    stored = StoredCheckpoint(Location.of(url, s3_server.storage_options))
-    assert verify(stored, found.append).objects == 2
-    assert not found
-    stored.location.remote.delete(["seen/shard_0_1.json"])
-    again = StoredCheckpoint(Location.of(url, s3_server.storage_options))
-    verify(again, found.append)
-    assert [(finding.kind, finding.key) for finding in found] == [("object-missing", "seen")]
-    assert not [name for name in write({"w": whole()}) if "shard_" in name]
-    write({"w": whole(), **long})
-    shardstore.delete_checkpoint(url, **options)
-    assert not list(Location.of(url, s3_server.storage_options).remote.walk())

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
 from shardstore.dcp import StorageWriter
-from shardstore.errors import CheckpointingException
+from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores import tensorstore as s3_io
 from testing.s3_proxy import Fault, FaultProxy
@@ -55,24 +56,23 @@ def _main(rank: int, folder: str, run: Run, step: int, background: bool) -> None
     os._exit(0)  # the group may be beyond an orderly end
 
 
-MOMENTS = {
-    # Who is killed, and the request that it sends: the object of rank 1 is its own.
-    "an object": (1, r"/o/shard_1_2\.pt$"),
-    "the commit": (0, r"/step-\d+/zarr\.json$"),
-}
-STEPS = iter(range(2, 100))
-
-
-@pytest.mark.parametrize(("moment", "background"), [("an object", True), ("the commit", False)])
+@pytest.mark.parametrize(
+    ("step", "victim", "path", "background"),
+    [
+        (2, 1, r"/o/shard_1_2\.pt$", True),
+        (3, 0, r"/step-3/zarr\.json$", False),
+    ],
+    ids=["its own object", "the commit"],
+)
 def test_a_killed_rank_leaves_nothing_half(
     run: Run,
     proxy: FaultProxy,
-    moment: str,
-    background: bool,
     monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    victim: int,
+    path: str,
+    background: bool,
 ) -> None:
-    victim, path = MOMENTS[moment]
-    step = next(STEPS)
     # One request of the victim's is never answered, and the server never sees it.
     rule = proxy.add(Fault.SILENCE, methods=("PUT",), path=path)
     with tempfile.TemporaryDirectory(prefix="killed-") as folder:
@@ -88,10 +88,10 @@ def test_a_killed_rank_leaves_nothing_half(
         for process in hung:
             process.kill()
         assert not hung, "the other rank waits for the dead one"
-        told = json.loads(Path(folder, f"{1 - victim}.json").read_text())
+        error = json.loads(Path(folder, f"{1 - victim}.json").read_text())
         assert not Path(folder, f"{victim}.json").exists()
-    assert told.startswith("RanksError")
-    assert "rank 0" in told if victim == 0 else "rank 1" in told
+    assert error.startswith("RanksError")
+    assert f"rank {victim}" in error
     proxy.clear()
     assert run.version(1) == 1
     assert run.version(step) is None
@@ -101,49 +101,88 @@ def test_a_killed_rank_leaves_nothing_half(
     run.save(step)
     assert run.version(step) == step
     assert run.version(1) == 1
-    keys = run.direct.keys(run.bucket, f"run/step-{step}/")
-    assert [key for key in keys if ".attempts" in key] == []
+    assert run.claims(step) == []
 
 
-# -- a load under faults ---------------------------------------------------------------------------
+# -- faults of some requests -----------------------------------------------------------------------
 
 
-def _load(rank: int, world: int, run: Run) -> tuple[str, str]:
+def told(work: Callable[[], object]) -> tuple[str, str]:
+    """What a rank learns of a save or a load: the error, if any."""
+    try:
+        work()
+    except CheckpointingException as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+LOADS = {
+    11: (Fault.SLOW_DOWN, r"/w/c\.2\.0$", ("RanksError", "StorageError")),
+    12: (Fault.FLIP_ANSWER, r"/w/c\.2\.0$", ("RanksError", "ChunkCorruptError")),
+    13: (Fault.SHORTEN_ANSWER, r"/w/c\.0\.0$", ("ChunkCorruptError", "RanksError")),
+    14: (Fault.SLOW_DOWN, r"/zarr\.json$", ("StorageError", "StorageError|RanksError")),
+}
+"""Steps whose loads fail: a chunk that never comes, a spoiled one of rank 1, and of rank 0, the
+root; and the errors of the two ranks."""
+
+
+def _loads(rank: int, world: int, run: Run) -> list[tuple[str, str]]:
     os.environ["SHARDSTORE_DEADLINE_S"] = "600"
     s3_io.RETRIES = 3  # ten seconds in the place of one
     asked: dict[str, Any] = state(0, rank, world)
     del asked["step"], asked["o"]
-    try:
-        shardstore.load(asked, run.url(1), storage_options=run.options)
-    except CheckpointingException as error:
-        return type(error).__name__, str(error)
-    return "loaded", ""
+    return [
+        told(lambda step=step: shardstore.load(asked, run.url(step), storage_options=run.options))
+        for step in LOADS
+    ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "path", "kinds"),
-    [
-        (Fault.SLOW_DOWN, r"/w/c\.2\.0$", ("RanksError", "StorageError")),
-        (Fault.FLIP_ANSWER, r"/w/c\.2\.0$", ("RanksError", "ChunkCorruptError")),
-        (Fault.SHORTEN_ANSWER, r"/w/c\.0\.0$", ("ChunkCorruptError", "RanksError")),
-        (Fault.SLOW_DOWN, r"/step-1/zarr\.json$", ("StorageError", "StorageError|RanksError")),
-    ],
-    ids=["a chunk that never comes", "a chunk of rank 1", "a chunk of rank 0", "the root"],
-)
-def test_a_load_that_fails_on_one_rank_fails_on_all(
-    run: Run, proxy: FaultProxy, fault: Fault, path: str, kinds: tuple[str, str]
-) -> None:
-    rule = proxy.add(fault, methods=("GET",), path=path, count=None)
-    outcomes = run_ranks(_load, WORLD, run)
-    assert rule.hits
-    for wanted, (kind, text) in zip(kinds, outcomes, strict=True):
-        assert kind in wanted.split("|"), text
-        assert run.bucket in text
-    for (kind, text), other in zip(outcomes, (1, 0), strict=True):
-        if kind == "RanksError":
-            assert f"rank {other}" in text
+def test_a_load_that_fails_on_one_rank_fails_on_all(run: Run, proxy: FaultProxy) -> None:
+    rules = []
+    for step, (fault, path, _) in LOADS.items():
+        run.save_directly(step)
+        rules.append(proxy.add(fault, methods=("GET",), path=f"/step-{step}{path}", count=None))
+    outcomes = run_ranks(_loads, WORLD, run)
+    assert all(rule.hits for rule in rules)
     proxy.clear()
+    for number, (step, (_, _, kinds)) in enumerate(LOADS.items()):
+        both = outcomes[0][number], outcomes[1][number]
+        for wanted, (kind, text), other in zip(kinds, both, (1, 0), strict=True):
+            assert kind in wanted.split("|"), text
+            assert run.url(step) in text
+            assert kind != "RanksError" or f"rank {other}" in text
+        assert run.version(step) == step
+
+
+def _saves(rank: int, world: int, run: Run) -> list[tuple[str, str]]:
+    os.environ["SHARDSTORE_DEADLINE_S"] = "600"
+    return [
+        told(lambda: run.save(21, rank, world)),
+        told(lambda: run.save(22, rank, world)),
+        told(lambda: run.with_direct().save(22, rank, world)),
+    ]
+
+
+def test_a_save_that_the_store_fails_is_an_error_on_every_rank(run: Run, proxy: FaultProxy) -> None:
+    """The commit has no answer, or a chunk of rank 1 is refused; the next save succeeds."""
+    proxy.add(Fault.HELD, methods=("PUT",), path=r"/step-21/zarr\.json$", count=None)
+    # The last rows of `w` are those of rank 1.
+    rule = proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=r"/step-22/w/c\.2\.0$", count=None)
+    outcomes = run_ranks(_saves, WORLD, run)
+    for (held, unanswered), (refused, text), again in outcomes:
+        assert "no error" not in (held, refused)
+        assert "is not known" in unanswered
+        assert run.bucket in text
+        assert again == ("no error", "")
+    assert "rank 1" in outcomes[0][1][1]
+    assert rule.hits > 1
     assert run.version(1) == 1
+    assert run.version(21) is None
+    assert proxy.release()[0] == 200
+    assert run.version(21, parts=2) == 21
+    assert run.version(22, parts=2) == 22
+    loaded = shardstore.load_tensors_metadata(run.url(22), storage_options=run.options)
+    assert loaded["w"].global_shape == (48, 64)
 
 
 # -- ranks that see different stores ---------------------------------------------------------------
@@ -153,13 +192,16 @@ def _apart(
     rank: int, world: int, bucket: str, options: list[dict[str, Any]], ways: list[str]
 ) -> list[str]:
     os.environ["SHARDSTORE_DEADLINE_S"] = "600"
-    told = []
+    texts = []
     for how in ways:
         try:
             _save_apart(rank, world, f"s3://{bucket}/{how}", options[rank], how)
         except (CheckpointingException, CheckpointException) as error:
-            told.append(str(error))
-    return told
+            texts.append(str(error))
+    # The memory of a process is another store on each rank too.
+    with pytest.raises(StorageError, match="memory of one process"):
+        _save_apart(rank, world, "memory://bucket/step", {}, "boxes")
+    return texts
 
 
 def _save_apart(rank: int, world: int, url: str, options: dict[str, Any], how: str) -> None:
@@ -183,9 +225,9 @@ def test_ranks_that_see_different_stores_are_told_and_write_nothing(
     other.client().create_bucket(Bucket=bucket)
     options = [s3_server.storage_options, other.storage_options]
     ways = ["all kinds", "boxes", "in the background", "by DCP"]
-    told = run_ranks(_apart, WORLD, bucket, options, ways)
-    assert [len(texts) for texts in told] == [len(ways)] * WORLD
-    assert all("the ranks' stores differ" in text for texts in told for text in texts)
-    assert all("rank 1" in text.lower() for text in told[0])
+    errors = run_ranks(_apart, WORLD, bucket, options, ways)
+    assert [len(texts) for texts in errors] == [len(ways)] * WORLD
+    assert all("the ranks' stores differ" in text for texts in errors for text in texts)
+    assert all("rank 1" in text.lower() for text in errors[0])
     assert other.keys(bucket) == []
     assert s3_server.keys(bucket) == []

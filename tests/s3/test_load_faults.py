@@ -17,17 +17,10 @@ from shardstore.errors import (
 )
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
-from tests.helpers.s3_checkpoints import Run, state
+from tests.helpers.s3_checkpoints import Run, requests_of, state
 
 DOCUMENTS = [r"/step-1/zarr\.json$", r"/metadata\.json$", r"/common\.pt$", r"/manifest\.npz$"]
 CHUNK = r"/w/c\.\d"
-
-
-@pytest.fixture(scope="module", params=["embedded", "radosgw"])
-def server(request: pytest.FixtureRequest) -> S3Server:
-    name = "s3_server" if request.param == "embedded" else "radosgw_server"
-    found: S3Server = request.getfixturevalue(name)
-    return found
 
 
 def load(run: Run) -> dict[str, Any]:
@@ -68,8 +61,6 @@ def test_a_load_survives_one_fault_of_each_kind(run: Run, proxy: FaultProxy, fau
 @pytest.mark.parametrize("fault", [Fault.SILENCE, Fault.SILENT_ANSWER])
 @pytest.mark.parametrize("path", [DOCUMENTS[0], CHUNK], ids=["document", "chunk"])
 def test_a_load_survives_one_silence(run: Run, proxy: FaultProxy, path: str, fault: Fault) -> None:
-    if run.direct.name == "radosgw":
-        pytest.skip("the proxy is silent, not a server")
     proxy.add(fault, methods=("GET",), path=path)
     assert_version_1(load(run))
 
@@ -101,19 +92,19 @@ def test_a_spoiled_document_is_an_error_or_makes_no_difference(
     assert failure is None or run.bucket in str(failure)
 
 
-def test_a_slow_large_chunk_is_no_error(server: S3Server) -> None:
+def test_a_slow_large_chunk_is_no_error(
+    server: S3Server, proxied: S3Server, proxy: FaultProxy
+) -> None:
     """What counts is that bytes come, not that all of them do within the wait for an answer."""
-    with FaultProxy(server.endpoint_url) as proxy:
-        run = Run.new(server.at(proxy.endpoint_url), server, config_kwargs={"read_timeout": 1})
-        data = torch.arange(3 * 2**18, dtype=torch.float32)
-        saved = {"w": ShardedTensor.from_rank_offsets("w", data)}
-        shardstore.save(saved, run.url(1), storage_options=run.options)
-        asked = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(data))}
-        proxy.bytes_per_s = 2**20
-        began = len(proxy.passed())
-        loaded = shardstore.load(asked, run.url(1), storage_options=run.options)
+    run = Run.new(proxied, server, config_kwargs={"read_timeout": 1})
+    data = torch.arange(3 * 2**18, dtype=torch.float32)
+    saved = {"w": ShardedTensor.from_rank_offsets("w", data)}
+    shardstore.save(saved, run.url(1), storage_options=run.options)
+    asked = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(data))}
+    proxy.bytes_per_s = 2**20
+    loaded = shardstore.load(asked, run.url(1), storage_options=run.options)
     assert torch.equal(loaded["w"], data)
-    assert [r.path for r in proxy.passed()[began:]].count(f"/{run.bucket}/run/step-1/w/c.0") == 1
+    assert proxy.count("GET", f"/{run.bucket}/run/step-1/w/c.0") == 1
 
 
 def test_a_request_that_broke_off_after_long_is_tried_again(
@@ -127,9 +118,10 @@ def test_a_request_that_broke_off_after_long_is_tried_again(
 
 
 def test_a_load_asks_for_each_object_once(run: Run, proxy: FaultProxy) -> None:
-    before = len(proxy.passed())
-    assert_version_1(load(run))
-    asked = [(request.method, request.path) for request in proxy.passed()[before:]]
+    asked = [
+        (request.method, request.path)
+        for request in requests_of(proxy, lambda: assert_version_1(load(run)))
+    ]
     assert len(asked) == len(set(asked))
     assert {method for method, _ in asked} == {"GET"}
     documents = {"zarr.json", "metadata.json", "common.pt"}

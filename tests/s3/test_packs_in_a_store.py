@@ -7,68 +7,44 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.errors import CheckpointingException, ChunkCorruptError
+from shardstore.errors import CheckpointingException
 from testing.s3_proxy import Fault, FaultProxy
-from testing.s3_servers import S3Server
-from tests.helpers.s3_checkpoints import Run
-from tests.s3.test_save_faults import ONCE
+from tests.helpers.s3_checkpoints import Run, requests_of
 
-ARRAYS = 300
+ARRAYS = 60
 
 
-def state(version: float = 0.0) -> dict[str, ShardedTensor]:
+def state() -> dict[str, ShardedTensor]:
     return {
-        f"a{i}": ShardedTensor.from_rank_offsets(f"a{i}", torch.arange(64.0) + i + version)
+        f"a{i}": ShardedTensor.from_rank_offsets(f"a{i}", torch.arange(64.0) + i)
         for i in range(ARRAYS)
     }
 
 
-def names(run: Run, step: int) -> list[str]:
-    return run.direct.keys(run.bucket, f"run/step-{step}/")
-
-
-def check(run: Run, step: int, version: float = 0.0) -> None:
-    empty = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(64)) for key in state()}
-    found = shardstore.load(empty, run.url(step), storage_options=run.options)
-    assert all(torch.equal(found[key], part.data) for key, part in state(version).items())
-
-
 @pytest.fixture
-def run(server: S3Server, proxy: FaultProxy) -> Run:
-    run = Run.new(server.at(proxy.endpoint_url), server)
-    run.save(1)
-    return run
+def run(own_run: Run) -> Run:
+    own_run.save(1)  # the store has been seen to honour conditions
+    return own_run
 
 
 def test_many_arrays_take_few_requests(run: Run, proxy: FaultProxy) -> None:
-    before = len(proxy.passed())
-    shardstore.save(state(), run.url(2), storage_options=run.options, pack=True)
-    saved = len(proxy.passed())
-    check(run, 2)
-    read = [r.path.rpartition("/step-2/")[2] for r in proxy.passed()[saved:]]
-    assert saved - before <= 20
-    assert sorted(read) == [".packs/0.0.zip", "common.pt", "metadata.json", "zarr.json"]
-    shardstore.delete_checkpoint(run.url(2), storage_options=run.options)
-    assert names(run, 2) == []
+    """Parts that lie near each other are one of them."""
+    options = {"storage_options": run.options}
+    sent = requests_of(proxy, lambda: shardstore.save(state(), run.url(2), pack=True, **options))
+    assert len(sent) <= 20
+    loaded = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(64)) for key in state()}
+    asked = requests_of(proxy, lambda: shardstore.load(loaded, run.url(2), **options))
+    names = [request.path.rpartition("/step-2/")[2] for request in asked]
+    assert sorted(names) == [".packs/0.0.zip", "common.pt", "metadata.json", "zarr.json"]
+    assert all(torch.equal(loaded[key].data, part.data) for key, part in state().items())
+    third = {f"a{i}": state()[f"a{i}"] for i in range(0, ARRAYS, 3)}
+    asked = requests_of(proxy, lambda: shardstore.load(third, run.url(2), **options))
+    assert len([request for request in asked if ".packs" in request.path]) == 1
+    shardstore.delete_checkpoint(run.url(2), **options)
+    assert run.direct.keys(run.bucket, "run/step-2/") == []
 
 
-def test_parts_that_lie_near_each_other_are_one_request(run: Run, proxy: FaultProxy) -> None:
-    shardstore.save(state(), run.url(2), storage_options=run.options, pack=True)
-    before = len(proxy.passed())
-    wanted = {f"a{i}": state()[f"a{i}"] for i in range(0, ARRAYS, 3)}
-    shardstore.load(wanted, run.url(2), storage_options=run.options)
-    assert len([r for r in proxy.passed()[before:] if ".packs" in r.path]) == 1
-
-
-def test_another_save_replaces_a_packed_checkpoint(run: Run) -> None:
-    for version, pack in enumerate([True, True, False, True]):
-        options = {"storage_options": run.options, "overwrite": True}
-        shardstore.save(state(version), run.url(2), pack=pack, **options)
-        check(run, 2, version)
-        assert any(".packs/" in name for name in names(run, 2)) is pack
-
-
-@pytest.mark.parametrize("fault", ONCE, ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("fault", [Fault.DROP_ANSWER, Fault.RESET_IN_REQUEST])
 def test_a_pack_survives_one_fault(run: Run, proxy: FaultProxy, fault: Fault) -> None:
     rule = proxy.add(fault, methods=("PUT",), path=r"/\.packs/")
     run.save(2, pack=True)
@@ -81,15 +57,4 @@ def test_a_store_that_refuses_a_pack_leaves_no_checkpoint(run: Run, proxy: Fault
     with pytest.raises(CheckpointingException, match=r"\.packs/0\.0\.zip"):
         run.save(2, pack=True)
     assert run.version(2) is None
-    assert names(run, 2) == []
-
-
-def test_a_late_pack_of_another_save_is_noticed(run: Run) -> None:
-    """No store keeps out every late writer, so the commit names the checksums."""
-    run.save(2, pack=True)
-    run.save(3, pack=True)
-    client, late = run.direct.client(), "run/step-2/.packs/0.0.zip"
-    source = {"Bucket": run.bucket, "Key": "run/step-3/.packs/0.0.zip"}
-    client.copy_object(Bucket=run.bucket, Key=late, CopySource=source)
-    with pytest.raises(ChunkCorruptError, match="late writer"):
-        run.version(2)
+    assert run.direct.keys(run.bucket, "run/step-2/") == []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -21,19 +21,20 @@ import pytest
 from testing.s3_proxy import FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.processes import run_to_end
+from tests.helpers.programs import run_text
 
 if shutil.which("openssl") is None:
     pytest.skip("no openssl here to make certificates with", allow_module_level=True)
 
 PROGRAM = """
-    import json, logging, os, sys
+    import json, logging, sys
     url, verify, first = sys.argv[1:]
     if first == "tensorstore":
         import tensorstore
     import torch
     import shardstore
     from shardstore import ShardedTensor
-    logging.basicConfig(level="INFO", stream=sys.stdout)
+    logging.basicConfig(level="INFO", stream=sys.stdout, force=True)
     options = json.loads(verify) or None
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0)), "step": 1}
     shardstore.save(state, url, storage_options=options)
@@ -75,33 +76,22 @@ class Authority:
         context.load_cert_chain(self.folder / "host.pem", self.folder / "host.key")
         _, _, port = server.endpoint_url.rpartition(":")
 
-        def pump(source: socket.socket, target: socket.socket) -> None:
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
             with suppress(OSError):
-                while data := source.recv(65536):
-                    target.sendall(data)
-            with suppress(OSError):
-                target.shutdown(socket.SHUT_RDWR)
+                while data := await source.read(65536):
+                    target.write(data)
+            target.close()
 
-        def serve(plain: socket.socket) -> None:
-            with (
-                suppress(OSError),
-                context.wrap_socket(plain, server_side=True) as client,
-                socket.create_connection(("127.0.0.1", int(port))) as there,
-            ):
-                back = threading.Thread(target=pump, args=(there, client), daemon=True)
-                back.start()
-                pump(client, there)
-                back.join()
+        async def serve(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            answers, requests = await asyncio.open_connection("127.0.0.1", int(port))
+            await asyncio.gather(pump(source, requests), pump(answers, target))
 
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    client, _ = listening.accept()
-                    threading.Thread(target=serve, args=(client,), daemon=True).start()
-
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            threading.Thread(target=accept, daemon=True).start()
-            yield server.at(f"https://localhost:{listening.getsockname()[1]}")
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        start = asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+        listening = asyncio.run_coroutine_threadsafe(start, loop).result(30)
+        yield server.at(f"https://localhost:{listening.sockets[0].getsockname()[1]}")
+        loop.call_soon_threadsafe(loop.stop)
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +109,32 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     ],
 )
 def test_the_client_that_knows_the_certificate_moves_chunks(
-    s3_server: S3Server, authority: Authority, given: str, first: str, by: str
+    server: S3Server,
+    proxied: S3Server,
+    proxy: FaultProxy,
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+    first: str,
+    by: str,
 ) -> None:
     """The variable reaches TensorStore unless the program imported it first; an option never does.
     Then one line says who moves the chunks, and why."""
-    bucket = s3_server.new_bucket()
-    with (
-        FaultProxy(s3_server.endpoint_url) as proxy,
-        authority.in_front_of(s3_server.at(proxy.endpoint_url)) as server,
-    ):
-        environment = {n: v for n, v in os.environ.items() if "CA_BUNDLE" not in n}
-        environment |= server.environment
+    for name in [name for name in os.environ if "CA_BUNDLE" in name]:
+        monkeypatch.delenv(name)
+    verify = {"client_kwargs": {"verify": str(authority.root)}} if given == "option" else {}
+    url = f"s3://{server.new_bucket()}/run"
+    with authority.in_front_of(proxied) as secured:
+        environment = secured.environment
         if given == "variable":
             environment["AWS_CA_BUNDLE"] = str(authority.root)
-        options = {"client_kwargs": {"verify": str(authority.root)}} if given == "option" else {}
-        program = [sys.executable, "-c", textwrap.dedent(PROGRAM), f"s3://{bucket}/run"]
-        ended = run_to_end([*program, json.dumps(options), first], env=environment)
-        agents = {r.headers["user-agent"] for r in proxy.passed() if "/w/c" in r.path}
+        program, words = textwrap.dedent(PROGRAM), [url, json.dumps(verify), first]
+        if given == "variable":  # which is read when the package is imported
+            command = [sys.executable, "-c", program, *words]
+            ended = run_to_end(command, env={**os.environ, **environment})
+        else:
+            ended = run_text(program, *words, **environment)
+    agents = {request.headers["user-agent"] for request in proxy.passed(path="/w/c")}
     if not by:
         assert "the server's certificate is not trusted" in ended.stderr
         assert "AWS_CA_BUNDLE" in ended.stderr

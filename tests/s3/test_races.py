@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +16,10 @@ from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from testing.s3_proxy import Fault, FaultProxy
-from testing.s3_servers import S3Server, embedded_server, radosgw
-from tests.helpers.ranks_helper import run_ranks
+from testing.s3_servers import EmbeddedServer, S3Server
 from tests.helpers.s3_checkpoints import Run
 
-COMMITTERS = 16
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+COMMITTERS = 8
 
 
 def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple[list[int], bytes]:
@@ -109,49 +103,37 @@ def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> Non
     )
 
 
-def test_a_late_deletion_of_leftovers_takes_nothing_of_a_newer_save(
-    any_s3_server: S3Server,
-) -> None:
-    """The older attempt has decided what to delete, and its request is long on the way."""
+@pytest.mark.parametrize("what", ["leftovers of a dead save", "a checkpoint"])
+def test_a_late_deletion_takes_nothing_of_a_newer_save(any_s3_server: S3Server, what: str) -> None:
+    """It is decided, or the commit is gone already; the request that deletes the data is long on
+    the way."""
     with FaultProxy(any_s3_server.endpoint_url) as proxy:
         run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
-        dead = object_commit.begin(
-            Location.of(run.url(1), run.with_direct().options), SaveOptions()
-        )
-        dead.put_all([("w/c.0.0", b"left over")])
-        slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
-
-        def older() -> None:
-            with contextlib.suppress(CheckpointingException):
-                object_commit.begin(Location.of(run.url(1), run.options), SaveOptions())
-
-        thread = threading.Thread(target=older)
-        thread.start()
-        while not slow.hits and thread.is_alive():
-            time.sleep(0.005)
-        run.with_direct().save(1)
-        assert run.version(1) == 1
-        thread.join()
-        assert slow.hits == 1
-        assert run.version(1) == 1
-
-
-def test_a_deletion_under_way_takes_nothing_of_a_newer_save(any_s3_server: S3Server) -> None:
-    """The commit is gone, and the request that deletes its data is long on the way."""
-    with FaultProxy(any_s3_server.endpoint_url) as proxy:
-        run = Run.new(any_s3_server.at(proxy.endpoint_url), any_s3_server)
-        run.save(1)
-        slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
         place = Location.of(run.url(1), run.options)
-        thread = threading.Thread(target=shardstore.delete_checkpoint, args=(place,))
+        if what == "a checkpoint":
+            run.save(1)
+        else:
+            dead = Location.of(run.url(1), run.direct.storage_options)
+            object_commit.begin(dead, SaveOptions()).put_all([("w/c.0.0", b"left over")])
+        slow = proxy.add(Fault.DELAY, methods=("POST",), path="delete", skip=1, delay_s=2.0)
+
+        def delete() -> None:
+            with contextlib.suppress(CheckpointingException):
+                if what == "a checkpoint":
+                    shardstore.delete_checkpoint(place)
+                else:
+                    object_commit.begin(place, SaveOptions())
+
+        thread = threading.Thread(target=delete)
         thread.start()
         while not slow.hits and thread.is_alive():
             time.sleep(0.005)
-        run.with_direct().save(1)
+        run.save_directly(1)
+        assert run.version(1) == 1
         thread.join()
         assert slow.hits == 1
         assert run.version(1) == 1
-        assert [key for key in run.direct.keys(run.bucket) if ".attempts" in key] == []
+        assert run.claims(1) == []
 
 
 def test_a_store_that_ignores_conditions_is_refused_or_taken_as_it_is(s3_server: S3Server) -> None:
@@ -165,36 +147,12 @@ def test_a_store_that_ignores_conditions_is_refused_or_taken_as_it_is(s3_server:
         assert run.version(1) == 1
 
 
-@pytest.fixture(scope="module", params=["embedded", "radosgw"])
-def mortal(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[S3Server, Any, Any]]:
-    """A server that no other test uses, how to kill it, how to start it again."""
-    if request.param == "embedded":
-        with embedded_server(tmp_path_factory.mktemp("mortal")) as own:
-            yield own.server, own.kill, own.start
-        return
-    request.getfixturevalue("radosgw_server")
-    if os.getuid() != 0:
-        pytest.skip("only root can start a Ceph gateway, kill it and start it again")
-
-    def script(what: str) -> None:
-        command = [SCRIPTS / "s3_server", what, "mortal"]
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-
-    script("start")
-    server = radosgw("mortal")
-    assert server is not None
-    yield server, lambda: script("kill"), lambda: script("start")
-    script("kill")
-
-
 @pytest.mark.parametrize("after", [9, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 14))])
 def test_a_server_killed_in_mid_save_and_started_again(
-    mortal: tuple[S3Server, Any, Any], after: int
+    own_s3_server: EmbeddedServer, after: int
 ) -> None:
     """The moment is counted in requests; the save rides it out or says what happened."""
-    server, kill, start = mortal
+    server = own_s3_server.server
     with FaultProxy(server.endpoint_url) as proxy:
         run = Run.new(server.at(proxy.endpoint_url), server)
         run.save_directly(1)
@@ -203,8 +161,8 @@ def test_a_server_killed_in_mid_save_and_started_again(
         def murder() -> None:
             while proxy.count("PUT") < after and not saved.is_set():
                 time.sleep(0.002)
-            kill()
-            start()
+            own_s3_server.kill()
+            own_s3_server.start()
 
         proxy.latency_s = 0.02
         murderer = threading.Thread(target=murder)
@@ -224,46 +182,3 @@ def test_a_server_killed_in_mid_save_and_started_again(
             assert run.bucket in str(failure)
             run.save(2, overwrite=True)
             assert run.version(2) == 2
-
-
-def _save_on_two_ranks(rank: int, world: int, run: Run) -> tuple[str, str]:
-    os.environ["SHARDSTORE_DEADLINE_S"] = "600"
-    try:
-        run.save(2, rank, world)
-    except CheckpointingException as error:
-        return type(error).__name__, str(error)
-    return "saved", ""
-
-
-def test_a_commit_without_an_answer_is_an_error_on_every_rank(s3_server: S3Server) -> None:
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
-        proxy.add(Fault.HELD, methods=("PUT",), path=r"/step-2/zarr\.json$", count=None)
-        outcomes = run_ranks(_save_on_two_ranks, 2, run)
-        for kind, text in outcomes:
-            assert kind != "saved"
-            assert "is not known" in text
-        assert run.version(2) is None
-        assert proxy.release()[0] == 200
-        assert run.version(2, parts=2) == 2
-
-
-def test_a_store_that_fails_one_rank_is_an_error_on_every_rank(s3_server: S3Server) -> None:
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
-        run.save_directly(1)
-        # The last rows of `w` are those of rank 1.
-        rule = proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=r"/w/c\.2\.0$", count=None)
-        outcomes = run_ranks(_save_on_two_ranks, 2, run)
-        assert rule.hits > 1
-        for kind, text in outcomes:
-            assert kind != "saved"
-            assert run.bucket in text
-        assert "rank 1" in outcomes[0][1]
-        assert run.version(1) == 1
-        assert run.version(2) is None
-        proxy.clear()
-        assert [kind for kind, _ in run_ranks(_save_on_two_ranks, 2, run)] == ["saved", "saved"]
-        loaded = shardstore.load_tensors_metadata(run.url(2), storage_options=run.options)
-        assert loaded["w"].global_shape == (48, 64)
-    assert run.version(2, parts=2) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ import shardstore
 from shardstore import ShardedTensor, hf
 from shardstore.hf.places import PART_BYTES
 from shardstore.storage.stores.tensorstore import REQUESTS
-from testing.s3_proxy import FaultProxy, Passed
+from testing.s3_proxy import FaultProxy
 from testing.s3_servers import S3Server
-from tests.helpers.s3_checkpoints import Run
+from tests.helpers.s3_checkpoints import Run, requests_of
 
 ARRAYS = 20
 CONTROL = 10
@@ -27,104 +27,77 @@ def state(arrays: int) -> dict[str, ShardedTensor]:
     }
 
 
-@pytest.fixture(scope="module")
-def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def run(s3_server: S3Server, proxy: FaultProxy) -> Run:
-    run = Run.new(s3_server.at(proxy.endpoint_url), s3_server)
-    run.save(1)  # the store has been seen to honour conditions
-    return run
+def run(own_run: Run) -> Run:
+    own_run.save(1)  # the store has been seen to honour conditions
+    return own_run
 
 
-def requests_of_a_save(run: Run, proxy: FaultProxy, step: int, **options: bool) -> list[Passed]:
-    before = len(proxy.passed())
-    shardstore.save(state(ARRAYS), run.url(step), storage_options=run.options, **options)
-    return proxy.passed()[before:]
-
-
-@pytest.mark.parametrize("documents", [True, False])
-def test_each_object_is_put_once_and_asked_for_never(
-    run: Run, proxy: FaultProxy, documents: bool
-) -> None:
-    asked = requests_of_a_save(run, proxy, 2, array_documents=documents)
-    prefix = f"/{run.bucket}/run/step-2/"
-    objects = [r.path.removeprefix(prefix) for r in asked if ".attempts" not in r.path]
-    puts = [r.path.removeprefix(prefix) for r in asked if r.method == "PUT"]
-    fixed = {"common.pt", "manifest.npz", "metadata.json", "zarr.json"}
-    each = ("c.0", "zarr.json") if documents else ("c.0",)
-    wanted = {f"a{i}/{name}" for i in range(ARRAYS) for name in each} | fixed
-    assert sorted(name for name in puts if ".attempts" not in name) == sorted(wanted)
-    assert {name for name in objects if name.startswith("a")} == wanted - fixed
-    assert all(200 <= (r.status or 0) < 300 for r in asked if r.method == "PUT")
-    assert "HEAD" not in {r.method for r in asked}
-    # "Expect: 100-continue" would take one more round trip.
-    assert not [r.path for r in asked if "expect" in r.headers]
-    assert len(asked) - len(wanted) <= CONTROL
-
-
-@pytest.mark.parametrize("documents", [True, False])
-def test_a_load_asks_for_each_chunk_and_for_no_document(
-    run: Run, proxy: FaultProxy, documents: bool
-) -> None:
-    requests_of_a_save(run, proxy, 2, array_documents=documents)
-    before = len(proxy.passed())
-    shardstore.load(state(ARRAYS), run.url(2), storage_options=run.options)
-    asked = [r.path.rpartition("/step-2/")[2] for r in proxy.passed()[before:]]
-    assert sorted(name for name in asked if "/" in name) == sorted(
-        f"a{i}/c.0" for i in range(ARRAYS)
-    )
-
-
-def test_deleting_reads_the_root_once(run: Run, proxy: FaultProxy) -> None:
-    counts = []
+def test_each_object_is_put_once_and_read_once(run: Run, proxy: FaultProxy) -> None:
+    """A save asks for none of them, a load for the chunks, a deletion for the root alone."""
+    given, deletions = {"storage_options": run.options}, []
     for step, documents in ((2, True), (3, False)):
-        requests_of_a_save(run, proxy, step, array_documents=documents)
-        before = len(proxy.passed())
-        shardstore.delete_checkpoint(run.url(step), storage_options=run.options)
-        counts.append(len(proxy.passed()) - before)
+        url, prefix = run.url(step), f"/{run.bucket}/run/step-{step}/"
+        asked = requests_of(
+            proxy,
+            lambda url=url, documents=documents: shardstore.save(
+                state(ARRAYS), url, array_documents=documents, **given
+            ),
+        )
+        objects = [r.path.removeprefix(prefix) for r in asked if ".attempts" not in r.path]
+        puts = [r.path.removeprefix(prefix) for r in asked if r.method == "PUT"]
+        fixed = {"common.pt", "manifest.npz", "metadata.json", "zarr.json"}
+        each = ("c.0", "zarr.json") if documents else ("c.0",)
+        wanted = {f"a{i}/{name}" for i in range(ARRAYS) for name in each} | fixed
+        assert sorted(name for name in puts if ".attempts" not in name) == sorted(wanted)
+        assert {name for name in objects if name.startswith("a")} == wanted - fixed
+        assert all(200 <= (r.status or 0) < 300 for r in asked if r.method == "PUT")
+        assert "HEAD" not in {r.method for r in asked}
+        # "Expect: 100-continue" would take one more round trip.
+        assert not [r.path for r in asked if "expect" in r.headers]
+        assert len(asked) - len(wanted) <= CONTROL
+        asked = requests_of(proxy, lambda url=url: shardstore.load(state(ARRAYS), url, **given))
+        names = [r.path.removeprefix(prefix) for r in asked]
+        assert sorted(name for name in names if "/" in name) == sorted(
+            f"a{i}/c.0" for i in range(ARRAYS)
+        )
+        asked = requests_of(proxy, lambda url=url: shardstore.delete_checkpoint(url, **given))
+        deletions.append(len(asked))
         # Which arrays are ours the root says, and none of their own documents.
         assert proxy.count("GET", rf"/step-{step}/[^/?]+/zarr\.json") == 0
-    assert counts[1] == counts[0]
+    assert deletions[0] == deletions[1]
 
 
 def test_independent_requests_are_sent_at_the_same_time(run: Run, proxy: FaultProxy) -> None:
-    proxy.latency_s = 0.3
-    try:
-        proxy.most_at_once = 0
-        requests_of_a_save(run, proxy, 3)
-        assert ARRAYS <= proxy.most_at_once <= REQUESTS
-    finally:
-        proxy.latency_s = 0.0
+    proxy.latency_s, proxy.most_at_once = 0.3, 0
+    shardstore.save(state(ARRAYS), run.url(2), storage_options=run.options)
+    assert ARRAYS <= proxy.most_at_once <= REQUESTS
 
 
 def test_metadata_of_many_arrays_is_one_get(run: Run, proxy: FaultProxy) -> None:
-    shardstore.save(
-        state(300), run.with_direct().url(4), storage_options=run.direct.storage_options
-    )
-    before = len(proxy.passed())
-    found = shardstore.load_tensors_metadata(run.url(4), storage_options=run.options)
-    assert len(found) == 300
-    (request,) = proxy.passed()[before:]
+    shardstore.save(state(100), run.url(4), storage_options=run.direct.storage_options)
+    found: dict[str, Any] = {}
+
+    def load() -> None:
+        found.update(shardstore.load_tensors_metadata(run.url(4), storage_options=run.options))
+
+    (request,) = requests_of(proxy, load)
+    assert len(found) == 100
     assert (request.method, request.path) == ("GET", f"/{run.bucket}/run/step-4/zarr.json")
 
 
 @pytest.mark.parametrize("signs", [None, True, False])
 def test_signatures_cover_the_content_unless_told_not_to(
-    s3_server: S3Server, proxy: FaultProxy, signs: bool | None
+    server: S3Server, proxied: S3Server, proxy: FaultProxy, signs: bool | None
 ) -> None:
     s3: dict[str, object] = {"addressing_style": "path"}
     if signs is not None:
         s3["payload_signing_enabled"] = signs
-    run = Run.new(s3_server.at(proxy.endpoint_url), s3_server, config_kwargs={"s3": s3})
+    run = Run.new(proxied, server, config_kwargs={"s3": s3})
     large = torch.arange(2**20, dtype=torch.float32)
     saved = {**state(ARRAYS), "large": ShardedTensor.from_rank_offsets("large", large)}
-    before = len(proxy.passed())
     shardstore.save(saved, run.url(4), storage_options=run.options)
-    puts = [r for r in proxy.passed()[before:] if r.method == "PUT"]
+    puts = proxy.passed("PUT")
     signed = {r.path: r.headers["x-amz-content-sha256"] for r in puts}
     of_large = [content for path, content in signed.items() if "/large/c" in path]
     others = [content for path, content in signed.items() if "/large/c" not in path]
@@ -150,14 +123,13 @@ def test_signatures_cover_the_content_unless_told_not_to(
     ],
 )
 def test_parts_of_an_export_are_each_sent_once(
-    s3_server: S3Server, proxy: FaultProxy, config: dict[str, dict[str, object]]
+    server: S3Server, proxied: S3Server, proxy: FaultProxy, config: dict[str, Any]
 ) -> None:
     s3 = {"addressing_style": "path", **config.get("s3", {})}
-    run = Run.new(s3_server.at(proxy.endpoint_url), s3_server, config_kwargs={**config, "s3": s3})
+    run = Run.new(proxied, server, config_kwargs={**config, "s3": s3})
     model = {"w": torch.arange(PART_BYTES // 4 + 1000, dtype=torch.float32)}
-    before = len(proxy.passed())
     hf.save(model, run.url(5), storage_options=run.options)
-    parts = [r for r in proxy.passed()[before:] if "partNumber=" in r.path]
+    parts = proxy.passed(path="partNumber=")
     assert [r.method for r in parts] == ["PUT", "PUT"]
     signed = {r.headers["x-amz-content-sha256"] for r in parts}
     if "s3" in config:

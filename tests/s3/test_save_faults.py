@@ -5,6 +5,8 @@ Whatever happens, the checkpoint before it stays, and the next save to the same 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
@@ -14,17 +16,17 @@ from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
 
-PHASES = {
-    "look": (("GET",), r"list-type=2"),
-    "probe": (("PUT",), r"/\.attempts/probe"),
-    "claim": (("PUT",), r"/\.attempts/\d+\.json"),
-    "common": (("PUT",), r"/common\.pt$"),
-    "chunk": (("PUT",), r"/w/c\.\d"),
-    "array document": (("PUT",), r"/w/zarr\.json$"),
-    "manifest": (("PUT",), r"/manifest\.npz$"),
-    "mark": (("PUT",), r"\.committing$"),
-    "commit": (("PUT",), r"/step-2/zarr\.json$"),
-    "clean-up": (("POST", "DELETE"), r""),
+PHASES: dict[str, dict[str, Any]] = {
+    "look": {"methods": ("GET",), "path": r"list-type=2"},
+    "probe": {"methods": ("PUT",), "path": r"/\.attempts/probe"},
+    "claim": {"methods": ("PUT",), "path": r"/\.attempts/\d+\.json"},
+    "common": {"methods": ("PUT",), "path": r"/common\.pt$"},
+    "chunk": {"methods": ("PUT",), "path": r"/w/c\.\d"},
+    "array document": {"methods": ("PUT",), "path": r"/w/zarr\.json$"},
+    "manifest": {"methods": ("PUT",), "path": r"/manifest\.npz$"},
+    "mark": {"methods": ("PUT",), "path": r"\.committing$"},
+    "commit": {"methods": ("PUT",), "path": r"/step-2/zarr\.json$"},
+    "clean-up": {"methods": ("POST", "DELETE")},
 }
 ONCE = [
     Fault.SLOW_DOWN,
@@ -62,22 +64,17 @@ def attempt(run: Run) -> CheckpointingException | None:
 def test_a_save_survives_one_fault_in_every_phase(
     run: Run, proxy: FaultProxy, fault: Fault
 ) -> None:
-    rules = {
-        phase: proxy.add(fault, methods=methods, path=path)
-        for phase, (methods, path) in PHASES.items()
-    }
+    rules = {phase: proxy.add(fault, **requests) for phase, requests in PHASES.items()}
     failure = attempt(run)
     assert failure is None, failure
     # The store is probed once a process.
     assert {phase for phase, rule in rules.items() if not rule.hits} <= {"probe"}
-    left = [key for key in run.direct.keys(run.bucket, "run/step-2/") if ".attempts" in key]
-    assert left == []
+    assert run.claims(2) == []
 
 
 @pytest.mark.parametrize("phase", ["chunk", "commit"])
 def test_a_save_survives_one_silence(run: Run, proxy: FaultProxy, phase: str) -> None:
-    methods, path = PHASES[phase]
-    rule = proxy.add(Fault.SILENCE, methods=methods, path=path)
+    rule = proxy.add(Fault.SILENCE, **PHASES[phase])
     failure = attempt(run)
     assert failure is None, failure
     assert rule.hits == 1
@@ -87,8 +84,7 @@ def test_a_save_survives_one_silence(run: Run, proxy: FaultProxy, phase: str) ->
 def test_a_save_that_is_always_refused_is_an_error_with_nothing_committed(
     run: Run, proxy: FaultProxy, phase: str
 ) -> None:
-    methods, path = PHASES[phase]
-    proxy.add(Fault.SLOW_DOWN, methods=methods, path=path, count=None)
+    proxy.add(Fault.SLOW_DOWN, **PHASES[phase], count=None)
     failure = attempt(run)
     assert isinstance(failure, StorageError)
     assert run.bucket in str(failure)
@@ -101,8 +97,7 @@ def test_a_save_that_is_always_refused_is_an_error_with_nothing_committed(
 def test_a_commit_whose_every_answer_is_lost_is_known_by_reading_it_back(
     run: Run, proxy: FaultProxy
 ) -> None:
-    methods, path = PHASES["commit"]
-    rule = proxy.add(Fault.DROP_ANSWER, methods=methods, path=path, count=None)
+    rule = proxy.add(Fault.DROP_ANSWER, **PHASES["commit"], count=None)
     failure = attempt(run)
     assert failure is None, failure
     assert rule.hits >= 1
@@ -120,8 +115,7 @@ def test_a_commit_that_is_carried_out_after_it_was_given_up_is_whole(
     run: Run, proxy: FaultProxy
 ) -> None:
     """The store takes every try of the PUT and is silent about them."""
-    methods, path = PHASES["commit"]
-    rule = proxy.add(Fault.HELD, methods=methods, path=path, count=None)
+    rule = proxy.add(Fault.HELD, **PHASES["commit"], count=None)
     failure = attempt(run)
     assert rule.hits
     assert isinstance(failure, StorageError)
@@ -140,27 +134,25 @@ def test_a_commit_that_is_carried_out_after_it_was_given_up_is_whole(
     assert run.version(2) == 2
     run.save(2, overwrite=True)
     assert run.version(2) == 2
-    assert [key for key in run.direct.keys(run.bucket, "run/step-2/") if ".attempts" in key] == []
+    assert run.claims(2) == []
 
 
 def test_a_commit_that_comes_after_the_next_save_changes_nothing(
     run: Run, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_commit, "SETTLE_S", 0.5)
-    methods, path = PHASES["commit"]
-    proxy.add(Fault.HELD, methods=methods, path=path, count=None)
+    proxy.add(Fault.HELD, **PHASES["commit"], count=None)
     assert isinstance(attempt(run), StorageError)
     run.save_directly(2)
     assert set(proxy.release()) == {412}
     assert run.version(2) == 2
-    assert [key for key in run.direct.keys(run.bucket, "run/step-2/") if ".attempts" in key] == []
+    assert run.claims(2) == []
 
 
 def test_a_failed_clean_up_does_not_spoil_a_commit(run: Run, proxy: FaultProxy) -> None:
-    methods, path = PHASES["clean-up"]
     # The first deletion of a save may be that of the probe, which has to work.
     run.save_directly(3)
-    proxy.add(Fault.SLOW_DOWN, methods=methods, path=path, count=None)
+    proxy.add(Fault.SLOW_DOWN, **PHASES["clean-up"], count=None)
     assert attempt(run) is None
     proxy.clear()
     run.save(2, overwrite=True)
@@ -172,7 +164,7 @@ def test_answers_that_a_ceph_gateway_gave_and_nobody_got(radosgw_server: S3Serve
         run = Run.new(radosgw_server.at(proxy.endpoint_url), radosgw_server)
         run.save_directly(1)
         phases = [PHASES[name] for name in ("claim", "common", "chunk", "array document", "commit")]
-        rules = [proxy.add(Fault.DROP_ANSWER, methods=ms, path=path) for ms, path in phases]
+        rules = [proxy.add(Fault.DROP_ANSWER, **requests) for requests in phases]
         assert attempt(run) is None
         assert [rule.hits for rule in rules] == [1] * len(phases)
 
