@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.layouts import (
     DTYPES,
     Layout,
+    Piece,
     Shape,
     destination,
     expected_part,
@@ -57,46 +59,44 @@ def save_parts(
     shardstore.save(state, place, strategy, durable=False)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return raw_bytes(one) == raw_bytes(other)
+
+
 def differences(
     tensors: dict[str, torch.Tensor],
     layouts: dict[str, Layout],
     rank: int,
     place: Path,
     rng: random.Random,
+    *,
+    load: Callable[..., Any] = shardstore.load,
+    same: Callable[[torch.Tensor, torch.Tensor], bool] = same_bits,
+    **options: Any,
 ) -> list[str]:
     """Load the pieces of one rank; what of them is not as it was saved, and where it went."""
-    # Shards with an empty flat range are left out of what is loaded.
-    pieces = {
-        key: [
-            p
-            for p in layouts[key].pieces
-            if p.rank == rank and (p.flat is None or p.flat[0] < p.flat[1])
+    given: dict[str, list[tuple[Piece, torch.Tensor | None]]] = {}
+    state = {}
+    for key, whole in tensors.items():
+        # Shards with an empty flat range are left out of what is loaded.
+        given[key] = [
+            (piece, destination(piece, layouts[key], whole.dtype, rng))
+            for piece in layouts[key].pieces
+            if piece.rank == rank and (piece.flat is None or piece.flat[0] < piece.flat[1])
         ]
-        for key in tensors
-    }
-    given = {
-        key: [destination(p, layouts[key], tensors[key].dtype, rng) for p in pieces[key]]
-        for key in tensors
-    }
-    state = {
-        key: [
-            sharded(key, whole, layouts[key], p, data)
-            for p, data in zip(pieces[key], given[key], strict=True)
-        ]
-        for key, whole in tensors.items()
-    }
-    loaded = shardstore.load(state, place)
+        state[key] = [sharded(key, whole, layouts[key], *pair) for pair in given[key]]
+    loaded = load(state, place, **options)
     assert isinstance(loaded, dict)
     wrong = []
     for key, whole in tensors.items():
-        for piece, data, got in zip(pieces[key], given[key], loaded.get(key, []), strict=True):
+        for (piece, data), got in zip(given[key], loaded.get(key, []), strict=True):
             want = expected_part(whole, piece, layouts[key].prepended)
             about = f"{key} {whole.dtype} {tuple(whole.shape)} {piece} of {layouts[key].fragments}"
             if got.shape != want.shape or got.dtype != want.dtype:
                 wrong.append(f"{about}: {got.dtype} {tuple(got.shape)}")
-            elif raw_bytes(got) != raw_bytes(want):
-                wrong.append(f"{about}: other bits")
-            elif data is not None and raw_bytes(data) != raw_bytes(want):
+            elif not same(got, want):
+                wrong.append(f"{about}: other values")
+            elif data is not None and not same(data, want):
                 wrong.append(f"{about}: not in place")
     return wrong
 
@@ -135,11 +135,11 @@ def test_any_layout_loads_from_any_layout(
 
 @pytest.mark.parametrize("version", [2, 1])
 def test_every_data_type_by_rows_and_back_by_columns(version: int, tmp_path: Path) -> None:
-    """Every pattern of an element's leading byte, in both formats, flat ranges read from boxes."""
+    """Any bits, in both formats, flat ranges read from boxes and boxes from flat ranges."""
     rng = random.Random(7)
     tensors = {}
     for dtype in STORED:
-        tensors[f"{dtype}.w"] = random_tensor((16, 24), dtype, rng)
+        tensors[f"{dtype}.w"] = random_tensor((8, 12), dtype, rng)
         tensors[f"{dtype}.scalar"] = random_tensor((), dtype, rng)
         tensors[f"{dtype}.empty"] = torch.empty((0, 5), dtype=dtype)
     rows = {k: random_layout(tuple(t.shape), 1, rng, flat=False) for k, t in tensors.items()}
@@ -154,7 +154,7 @@ def test_every_data_type_by_rows_and_back_by_columns(version: int, tmp_path: Pat
 @pytest.mark.parametrize("version", [2, 1])
 def test_flat_ranges_of_shards_that_form_no_grid(version: int, tmp_path: Path) -> None:
     """Then a chunk is no contiguous range of the flattened shard."""
-    for seed in range(40):
+    for seed in range(15):
         rng = random.Random(seed)
         whole = random_tensor((3, 6, 5), torch.int16, rng)
         saved = random_layout((3, 6, 5), 1, rng, flat=True, kind="tree")
@@ -196,7 +196,7 @@ def _reshard_on_ranks(rank: int, world_size: int, folder: str, seeds: list[int])
     return wrong
 
 
-@pytest.mark.parametrize(("world_size", "share"), [(2, 3), (3, 3), (8, 10)])
+@pytest.mark.parametrize(("world_size", "share"), [(3, 3), (8, 10)])
 def test_any_layout_of_ranks_loads_from_any_other(
     world_size: int, share: int, tmp_path: Path
 ) -> None:
