@@ -20,34 +20,27 @@ from shardstore.storage.runtime.parallel import default_threads, run_together
         (16, 64, "4", 8),  # bound to processors of its own by the launcher
         (2, 2, "many", 2),
         (2, 2, "0", 2),
+        (6, None, "2", 3),  # its parent has ended
     ],
 )
 def test_ranks_of_a_machine_share_its_processors(
     monkeypatch: pytest.MonkeyPatch,
     mine: int,
-    parents: int,
+    parents: int | None,
     local_ranks: str | None,
     threads: int,
 ) -> None:
-    processors = {0: mine, os.getppid(): parents}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors[pid])))
+    def affinity(pid: int) -> set[int]:
+        count = parents if pid else mine
+        if count is None:
+            raise ProcessLookupError
+        return set(range(count))
+
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local_ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
     assert default_threads() == threads
-
-
-def test_without_a_parent_process_the_processors_are_shared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def affinity(pid: int) -> set[int]:
-        if pid:
-            raise ProcessLookupError
-        return set(range(6))
-
-    monkeypatch.setattr(os, "sched_getaffinity", affinity)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert default_threads() == 3
 
 
 def test_an_interrupt_comes_before_the_errors_of_other_threads() -> None:
