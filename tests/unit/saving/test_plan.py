@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,13 @@ STATES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", STATES)
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *product(UNUSUAL, ("sharded", "common")),
+        *product(("kept wrapper", "jagged"), ("shard()", "in a tuple", "in an object")),
+    ],
+)
 def test_unusual_tensors_are_refused_by_key(tmp_path: Path, name: str, how: str) -> None:
     for number, backend in enumerate([("zarr", 2), ("zarr", 1), ("torch_dist", 1)]):
         if (how, backend[0]) == ("in an object", "torch_dist"):

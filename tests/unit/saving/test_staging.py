@@ -22,20 +22,17 @@ from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.storage.movers.device import stream_of
 
 
-def writes_of(count: int, size: int, pool: list[np.ndarray] | None = None) -> list[ChunkWrite]:
+def writes_of(count: int, size: int) -> list[ChunkWrite]:
     """Chunks of ``size`` bytes, number i filled with i."""
     array = ArrayMeta("w", "w", Grid((count * size,), (size,)), "uint8")
-    made = [ChunkWrite(array, (i,), np.full(size, i, np.uint8)) for i in range(count)]
-    if pool is not None:
-        pool += [item.source for item in made]  # type: ignore[misc]
-    return made
+    return [ChunkWrite(array, (i,), np.full(size, i, np.uint8)) for i in range(count)]
 
 
 def test_the_copy_does_not_follow_the_state() -> None:
-    state: list[np.ndarray] = []
-    staging = Staging(writes_of(5, 1000, state))
-    for array in state:
-        array[:] = 99
+    writes = writes_of(5, 1000)
+    staging = Staging(writes)
+    for item in writes:
+        item.data()[:] = 99
     assert [int(item.data()[0]) for item in staging.copies()] == [0, 1, 2, 3, 4]
     staging.close()
 

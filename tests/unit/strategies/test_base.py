@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from shardstore.errors import CheckpointingException
 from shardstore.strategies import base
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import StrategyAction
-from tests.helpers.processes import run_to_end
 
 
 class _LoadCommon(base.LoadCommonStrategy):
@@ -117,23 +115,12 @@ def test_later_registration_replaces_earlier() -> None:
 
 
 def test_builtins_are_registered_by_lookup_and_never_replace_ones_own() -> None:
-    # In a process of its own, because importing the built-in modules happens once.
-    script = """
-from shardstore.strategies import base
-from shardstore.strategies.base import StrategyAction as A
-import sys
-assert "shardstore.strategies.zarr" not in sys.modules
-mine = object()
-base.register_default_strategy(A.SAVE_SHARDED, "zarr", 2, mine)
-for action, backend, version in (
-    (A.LOAD_SHARDED, "zarr", 1), (A.LOAD_SHARDED, "zarr", 2), (A.SAVE_SHARDED, "zarr", 1),
-    (A.LOAD_COMMON, "torch", 1), (A.SAVE_COMMON, "torch", 1),
-):
-    base.get_default_strategy(action, backend, version)
-assert base.get_default_strategy(A.SAVE_SHARDED, "zarr", 2) is mine
-"""
-    done = run_to_end([sys.executable, "-c", script])
-    assert done.returncode == 0, done.stderr
+    base.default_strategies.clear()
+    mine = _LoadSharded()
+    base.register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 2, mine)
+    for action, backend, version in base._BUILTIN_STRATEGIES:
+        base.get_default_strategy(StrategyAction(action), backend, version)
+    assert base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 2) is mine
 
 
 def test_builtin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
