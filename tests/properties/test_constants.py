@@ -90,13 +90,6 @@ def test_constants_of_any_bits_are_read_by_all(
             assert bits_of(opened[key].tensorstore.read().result()) == wanted
 
 
-@given(st.sampled_from(NAMES), st.binary(min_size=16, max_size=16))
-def test_a_fill_value_has_the_bits(name: str, drawn: bytes) -> None:
-    bits = drawn[: dtypes.itemsize(name)]
-    bits = bytes(byte & 1 for byte in bits) if name == "bool" else bits
-    assert dtypes.bits_of(name, json.loads(json.dumps(dtypes.fill_value(name, bits)))) == bits
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -173,8 +166,7 @@ def test_the_attribute_of_a_constant_in_another_group_is_not_believed(tmp_path: 
     assert shardstore.open(tmp_path / "theirs")["w"][...].tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("key", ["zeros", "nan", "complex", "half"])
-def test_constants_are_the_same_after_zarr_wrote_the_root_again(tmp_path: Path, key: str) -> None:
+def test_constants_are_the_same_after_zarr_wrote_the_root_again(tmp_path: Path) -> None:
     odd = torch.tensor([-0x400000], dtype=torch.int32).view(torch.float32).expand(4)  # 0xffc00000
     state = {
         "zeros": torch.full((4,), -0.0),
@@ -184,8 +176,9 @@ def test_constants_are_the_same_after_zarr_wrote_the_root_again(tmp_path: Path, 
     }
     shardstore.save(sharded(state), tmp_path / "c", constants=True)
     zarr.open_group(tmp_path / "c", mode="r+").attrs["note"] = 1
-    wanted = bits_of(dtypes.as_numpy(state[key]))
-    assert bits_of(shardstore.open(tmp_path / "c")[key][...]) == wanted
+    opened = shardstore.open(tmp_path / "c")
+    for key, tensor in state.items():
+        assert bits_of(opened[key][...]) == bits_of(dtypes.as_numpy(tensor)), key
 
 
 def test_a_changed_fill_value_of_a_constant_is_an_error(tmp_path: Path) -> None:
@@ -198,9 +191,10 @@ def test_a_changed_fill_value_of_a_constant_is_an_error(tmp_path: Path) -> None:
         shardstore.open(tmp_path / "c")["w"][...]
 
 
-@pytest.mark.parametrize("option", ["constants", "pack"])
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("option", "at", "is_first"),
+    [("constants", 0, True), ("constants", 3, False), ("pack", 0, False), ("pack", 3, True)],
+)
 def test_an_empty_shard_beside_a_constant_says_nothing(
     tmp_path: Path, option: str, at: int, is_first: bool
 ) -> None:

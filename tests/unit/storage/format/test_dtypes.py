@@ -13,15 +13,9 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import ArgumentError, DTypeMismatchError
 from shardstore.storage.format import dtypes
+from tests.helpers.layouts import DTYPES
 
-TYPES = [
-    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-    *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
-    *(torch.complex64, torch.complex128),
-]
+TYPES = [*DTYPES, torch.float4_e2m1fn_x2]
 
 
 def raw(dtype: torch.dtype, count: int) -> torch.Tensor:

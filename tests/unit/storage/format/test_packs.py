@@ -43,7 +43,7 @@ def test_a_pack_of_two_is_a_zip_with_the_members_where_it_says(
         assert found.read("node/zarr.json") == b'{"a": 1}'
 
 
-@pytest.mark.parametrize("count", [65_533, 65_534, 70_000])
+@pytest.mark.parametrize("count", [65_534, 70_000])
 def test_a_pack_of_many_members_is_a_zip64(count: int) -> None:
     pack = Pack()
     for number in range(count):
