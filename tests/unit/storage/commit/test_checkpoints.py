@@ -24,6 +24,7 @@ from shardstore.strategies.zarr import (
     ZarrSaveShardedStrategy,
     load_zarr_based_sharded_metadata,
 )
+from testing.s3_servers import S3Server
 
 Place = tuple[str, dict[str, Any]]
 
@@ -122,11 +123,9 @@ def test_a_deletion_without_a_rename_leaves_no_note(
 
 
 def test_a_deletion_that_the_store_refuses_for_one_key_is_an_error(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, options = place[0], place[1] or None
-    if options is None:
-        pytest.skip("of stores that delete many objects with one request")
+    url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
     shardstore.save(state_of(1), url, storage_options=options)
     call = RemoteStore.call
 
