@@ -21,6 +21,7 @@ from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import MissingKeyError, StructureError
 from shardstore.mapping import ShardedTensorFactory
+from tests.properties.test_common_values import same as same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -79,18 +80,6 @@ def loaded(state: State) -> State:
         return value.data if sharded else value
 
     return dict_list_map_outplace(value_of, state)
-
-
-def same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 values = st.one_of(

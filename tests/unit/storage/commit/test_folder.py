@@ -72,6 +72,14 @@ def alone(folder: Path) -> dict[str, str]:
     return content(folder)
 
 
+def put(folder: Path, *names: str, text: str) -> dict[str, str]:
+    """Write the same text to files below a folder, which now has this content."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return dict.fromkeys(names, text)
+
+
 def checkpoint(text: str) -> dict[str, str]:
     return {"w/c.0": text, "w/zarr.json": "{}", "zarr.json": text}
 
@@ -139,39 +147,30 @@ def test_an_existing_folder_keeps_its_mode_and_its_group(tmp_path: Path, mode: i
 
 def test_an_existing_checkpoint_is_refused(target: Path) -> None:
     for marker in ("zarr.json", "metadata.json"):
-        target.mkdir()
-        (target / marker).write_text("{}")
+        there = put(target, marker, text="{}")
         with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
             begin(Location.of(target), SaveOptions())
         assert caught.value.url == str(target)
         assert isinstance(caught.value, FileExistsError)
-        assert alone(target) == {marker: "{}"}
+        assert alone(target) == there
         shutil.rmtree(target)
 
 
 def test_overwriting_replaces_it_and_keeps_what_is_not_its_own(target: Path) -> None:
     save(target, "one")
-    for name in ("manifest.npz", "metadata.json", "common.pt", "gone/zarr.json", "gone/c.0"):
-        (target / name).parent.mkdir(exist_ok=True)
-        (target / name).write_text("old")
-    (target / "rng").mkdir()
-    (target / "rng" / "shard_0_1.pt").write_text("old")
-    foreign = {"log.txt": "log", "config/model.yaml": "a: 1", "iter_5/zarr.json": "{}"}
-    foreign["iter_5/metadata.json"] = "{}"
-    for name, text in foreign.items():
-        (target / name).parent.mkdir(exist_ok=True)
-        (target / name).write_text(text)
+    put(target, "manifest.npz", "metadata.json", "common.pt", "rng/shard_0_1.pt", text="old")
+    put(target, "gone/zarr.json", "gone/c.0", text="old")
+    names = ("log.txt", "config/model.yaml", "iter_5/zarr.json", "iter_5/metadata.json")
+    foreign = put(target, *names, text="{}")
     save(target, "two", overwrite=True)
     assert alone(target) == checkpoint("two") | foreign
 
 
 def test_foreign_files_are_kept(target: Path) -> None:
-    (target / "logs").mkdir(parents=True)
-    (target / "logs" / "a.txt").write_text("log")
-    (target / "w").write_text("not an array")
-    (target / "run.yaml").write_text("a: 1")
+    foreign = put(target, "logs/a.txt", "run.yaml", text="mine")
+    put(target, "w", text="not an array")
     save(target, "one")
-    assert content(target) == checkpoint("one") | {"logs/a.txt": "log", "run.yaml": "a: 1"}
+    assert content(target) == checkpoint("one") | foreign
 
 
 def test_the_folder_of_an_array_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
@@ -181,8 +180,7 @@ def test_the_folder_of_an_array_goes_with_all_that_is_in_it(tmp_path: Path) -> N
         lambda: shardstore.save(state, tmp_path / "c", overwrite=True),
     ):
         shardstore.save(state, tmp_path / "c", overwrite=True)
-        (tmp_path / "c/w/notes.txt").write_text("mine")
-        (tmp_path / "c/notes.txt").write_text("mine")
+        put(tmp_path / "c", "notes.txt", "w/notes.txt", text="mine")
         delete()
         assert not (tmp_path / "c/w/notes.txt").exists()
         assert (tmp_path / "c/notes.txt").read_text() == "mine"
@@ -209,11 +207,9 @@ def test_a_file_that_comes_into_an_empty_target_at_the_last_moment_is_kept(
     assert [path.name for path in target.parent.iterdir()] == ["ckpt"]
 
 
-@pytest.mark.parametrize("others", [{}, {"log": "log"}], ids=["absent", "with a file"])
-def test_one_of_two_attempts_at_once_wins(target: Path, others: dict[str, str]) -> None:
-    if others:
-        target.mkdir()
-        (target / "log").write_text("log")
+@pytest.mark.parametrize("names", [[], ["log"]], ids=["absent", "with a file"])
+def test_one_of_two_attempts_at_once_wins(target: Path, names: list[str]) -> None:
+    others = put(target, *names, text="log")
     first, second = (begin(Location.of(target), SaveOptions()) for _ in range(2))
     fill(first, "first")
     fill(second, "second")
