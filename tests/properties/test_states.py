@@ -21,7 +21,7 @@ from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import MissingKeyError, StructureError
 from shardstore.mapping import ShardedTensorFactory
-from tests.properties.test_common_values import same as same
+from tests.properties.test_common_values import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
