@@ -12,7 +12,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from shardstore.storage.movers.files import sync_file_system
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location
+from tests.helpers.rank_server import Started, start
 from tests.helpers.scenarios import files_at_most
 
 
@@ -295,44 +296,37 @@ def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
 # Attempts of processes that are gone.
 
 
-def forked(work: Callable[[], object]) -> int:
-    """Do some work in a process that is forked from this one; its number."""
-    if not (pid := os.fork()):
-        try:
-            work()
-        finally:
-            os._exit(1)
-    return pid
+def _begins(target: Path, told: Path) -> None:
+    """Begin an attempt, tell its folder, and sleep."""
+    attempt = begin(Location.of(target), SaveOptions())
+    attempt.location.write("w/c.0", b"half")
+    LocalFolder(str(told.parent)).replace(told.name, attempt.location.url.encode())
+    time.sleep(120)
 
 
-def begun_elsewhere(target: Path) -> tuple[int, str]:
-    """An attempt of a process that sleeps; the number of that one."""
-    told, tells = os.pipe()
-
-    def work() -> None:
-        attempt = begin(Location.of(target), SaveOptions())
-        attempt.location.write("w/c.0", b"half")
-        os.write(tells, attempt.location.url.encode())
-        time.sleep(120)
-
-    pid = forked(work)
-    url = os.read(told, 4096).decode()
-    os.close(told)
-    os.close(tells)
-    return pid, url
+def begun_elsewhere(target: Path, told: Path) -> tuple[Started, str]:
+    """An attempt of another process, which tells it in a file."""
+    (process,) = start([(_begins, (target, told))])
+    while not told.exists():
+        assert process.exitcode is None
+        time.sleep(0.01)
+    return process, told.read_text()
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+def kill(process: Started) -> None:
+    process.kill()
+    process.join()
 
 
-def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(target: Path) -> None:
-    dead, dead_attempt = begun_elsewhere(target)
+def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(
+    target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    told = tmp_path_factory.mktemp("told")
+    dead, dead_attempt = begun_elsewhere(target, told / "dead")
     kill(dead)
-    live, live_attempt = begun_elsewhere(target)
+    live, live_attempt = begun_elsewhere(target, told / "live")
     try:
-        elsewhere, elsewhere_attempt = begun_elsewhere(target.parent / "ckpt2")
+        elsewhere, elsewhere_attempt = begun_elsewhere(target.parent / "ckpt2", told / "2")
         kill(elsewhere)
         assert not os.path.exists(dead_attempt)  # by the other process, as it began
         mine = begin(Location.of(target), SaveOptions())
@@ -368,16 +362,16 @@ def test_an_attempt_of_another_host_is_dead_after_a_day(target: Path, field: str
         assert sweep(target) == ([str(there)] if old else [])
 
 
+def _dies_after_the_exchange(target: Path) -> None:
+    LocalFolder.delete = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save(target, "two", overwrite=True)
+
+
 def test_what_a_commit_replaced_is_swept_if_it_dies_before_removing_it(target: Path) -> None:
     save(target, "one")
-
-    def dies_after_the_exchange() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LocalFolder, "delete", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            save(target, "two", overwrite=True)
-
-    status = os.waitpid(forked(dies_after_the_exchange), 0)[1]
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    (process,) = start([(_dies_after_the_exchange, (target,))])
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert content(target).items() >= checkpoint("two").items()
     assert len(os.listdir(target.parent)) == 2
     assert len(sweep(target)) == 1
@@ -497,8 +491,9 @@ def test_a_sweep_tells_only_of_what_it_removed(tmp_path: Path) -> None:
     name = attempt.location.name.replace(f"-{found['pid']}-", "-4194305-")
     attempt.location.path.rename(parent / name)
     parent.chmod(0o555)
+    sweep_below = shardstore.sweep  # imported with our own rights
     with another_user():
-        assert [len(shardstore.sweep(parent, dry_run=dry)) for dry in (True, False)] == [1, 0]
+        assert [len(sweep_below(parent, dry_run=dry)) for dry in (True, False)] == [1, 0]
     assert os.listdir(parent) == [name]
     parent.chmod(0o755)
 
