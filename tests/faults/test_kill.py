@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,12 +21,13 @@ import zarr
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.deaths import die_at
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import join
 
 WORLD = 3
 KEYS = 12
-EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir")
+SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
 
 
 def state(rank: int, parts: int, version: int) -> dict[str, Any]:
@@ -59,33 +59,19 @@ def version_of(place: Path) -> int:
     return version
 
 
-def save(rank: int, parts: int, version: int, place: Path) -> None:
-    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
-    shardstore.save(state(rank, parts, version), place, strategy, overwrite=True)
-
-
 def _main(rank: int, folder: str, rendezvous: str, victim: int, moment: int) -> None:
     """Save version 2; the victim kills itself at its given call below the folder."""
     torch.set_num_threads(1)
     os.environ["SHARDSTORE_DEADLINE_S"] = "20"
-    calls = 0
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal calls
-        if event in EVENTS and str(arguments[0]).startswith(folder):
-            if rank == victim and calls == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls += 1
-
     join(f"{rendezvous}/store", rank, WORLD)
     dist.barrier()
-    sys.addaudithook(count)
+    calls = die_at(moment if rank == victim else -1, folder)
     text = ""
     try:
-        save(rank, WORLD, 2, Path(folder, "c"))
+        shardstore.save(state(rank, WORLD, 2), Path(folder, "c"), SMALL, overwrite=True)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    outcome = {"error": text, "calls": calls}
+    outcome = {"error": text, "calls": len(calls)}
     Path(rendezvous, f"{rank}.json").write_text(json.dumps(outcome))
     os._exit(0)  # the group may be beyond an orderly end
 
@@ -112,20 +98,18 @@ def run(folder: Path, victim: int = -1, moment: int = -1) -> list[dict[str, Any]
         return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
-def previous(folder: Path) -> None:
-    """Version 1, as three ranks would have saved it, but by this process alone."""
-    whole = state(0, 1, 1)
-    whole["o"] = [ShardedObject("o", 1, (WORLD,), (i,)) for i in range(WORLD)]
-    shardstore.save(
-        whole, folder / "c", ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=1024)
-    )
+def save_whole(version: int, place: Path) -> None:
+    """A version as three ranks would have saved it, but by this process alone."""
+    whole = state(0, 1, version)
+    whole["o"] = [ShardedObject("o", version, (WORLD,), (i,)) for i in range(WORLD)]
+    shardstore.save(whole, place, SMALL, overwrite=True)
 
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """How many calls each rank makes where none is killed."""
     folder = tmp_path_factory.mktemp("whole")
-    previous(folder)
+    save_whole(1, folder / "c")
     outcomes = run(folder)
     assert [outcome["error"] for outcome in outcomes] == [""] * WORLD
     assert version_of(folder / "c") == 2
@@ -133,22 +117,14 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     return [outcome["calls"] for outcome in outcomes]
 
 
-MOMENTS = [
-    (1, 0.0),
-    (2, 0.6),
-    (1, 1.0),
-    (0, 0.1),
-    (0, 0.5),
-    (0, 0.85),
-    (0, 1.0),
-]
+MOMENTS = [(1, 0.0), (2, 0.6), (1, 1.0), (0, 0.1), (0, 0.5), (0, 0.85), (0, 1.0)]
 
 
 @pytest.mark.parametrize(("victim", "part"), MOMENTS)
 def test_the_previous_checkpoint_survives(
     victim: int, part: float, calls: list[int], tmp_path: Path
 ) -> None:
-    previous(tmp_path)
+    save_whole(1, tmp_path / "c")
     moment = min(int(calls[victim] * part), calls[victim] - 1)
     outcomes = run(tmp_path, victim, moment)
     if all(outcomes):
@@ -172,8 +148,6 @@ def test_the_previous_checkpoint_survives(
             continue
         assert len(list(group.keys())) == KEYS + 1
         assert version_of(tmp_path / name) in (1, 2)
-    whole = state(0, 1, 3)
-    whole["o"] = [ShardedObject("o", 3, (WORLD,), (i,)) for i in range(WORLD)]
-    shardstore.save(whole, tmp_path / "c", overwrite=True)
+    save_whole(3, tmp_path / "c")
     assert version_of(tmp_path / "c") == 3
     assert os.listdir(tmp_path) == ["c"]

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-STRIKE = """import json, sys
-from pathlib import Path
+from tests.helpers.deaths import alone
 from tests.helpers.strikes import strike_disk
-for fault in json.loads(sys.argv[1]):
-    place = Path(sys.argv[2], "-".join(map(str, fault)))
-    place.mkdir()
-    print(json.dumps(strike_disk(*fault, place)))"""
 
+ROOT = Path(__file__).parents[2]
 FAULTS = [
     ("kill", "overwrite", "rename", 1),
     ("power", "first", "syncfs", 1),
@@ -31,16 +26,20 @@ FAULTS = [
 ]
 
 
+def struck(folder: str) -> list[tuple[str, str]]:
+    """What comes of each fault, and what is lost by it."""
+    places = [Path(folder, "-".join(map(str, fault))) for fault in FAULTS]
+    for place in places:
+        place.mkdir()
+    return [strike_disk(*fault, place) for fault, place in zip(FAULTS, places, strict=True)]
+
+
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
 
 
 @needs_strace
 def test_nothing_is_lost_by_a_fault_at_a_fixed_point(tmp_path: Path) -> None:
-    # In a process without threads: the strikes fork it.
-    command = [sys.executable, "-c", STRIKE, json.dumps(FAULTS), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    for fault, line in zip(FAULTS, done.stdout.splitlines(), strict=True):
-        outcome, wrong = json.loads(line)
+    for fault, (outcome, wrong) in zip(FAULTS, alone(struck, str(tmp_path)), strict=True):
         assert wrong == "", fault
         assert outcome in ("died", "refused", "done"), fault
 

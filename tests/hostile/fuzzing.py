@@ -559,6 +559,7 @@ def _memory(name: str) -> int:
 def fuzz(seed: int, first: int, count: int) -> list[str]:
     """Carry out inputs of a seed; returns what went wrong."""
     warnings.simplefilter("ignore")
+    sys.dont_write_bytecode = True  # of what is imported while an input is carried out
     sys.addaudithook(_audit)
     failures = []
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
