@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from shardstore.errors import (
     CheckpointingException,
@@ -43,6 +42,7 @@ from shardstore.storage.movers.files import read_chunk_files
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime import parallel
 from shardstore.storage.stores.location import Location
+from tests.faults.test_crash_at_every_request import MortalFileSystem
 
 PAIRS = [
     ("save2", "save3"),
@@ -143,27 +143,12 @@ def step() -> None:
         _now[0].step()
 
 
-class OrderedFileSystem(MemoryFileSystem):
+class OrderedFileSystem(MortalFileSystem):
     """A store in memory each of whose requests is done as a whole, in its turn."""
 
     protocol = "orders"
     store: ClassVar[dict[str, Any]] = {}
-
-    def _open(self, *args: Any, **kwargs: Any) -> Any:
-        step()
-        return super()._open(*args, **kwargs)
-
-    def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
-        step()
-        return super().pipe_file(*args, **kwargs)
-
-    def rm_file(self, *args: Any, **kwargs: Any) -> None:
-        step()
-        super().rm_file(*args, **kwargs)
-
-    def ls(self, *args: Any, **kwargs: Any) -> Any:
-        step()
-        return super().ls(*args, **kwargs)
+    request = staticmethod(step)
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ exchanged for its state at each request of an overwrite, before each request of 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -29,9 +30,12 @@ from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_servers import S3Server
-from tests.faults.test_crash_at_every_request import Killed, MortalFileSystem
+from tests.faults.test_crash_at_every_request import MortalFileSystem, deaths, put_back
 
 PLACE = "watched://runs/c"
+ARRAYS = 2
+EACH = 1 if os.environ.get("SHARDSTORE_TESTS") == "all" else 5
+"""Step between the moments that are tried; the next request of a reader meets others."""
 Objects = dict[str, Any]
 Place = str | Path
 Reader = Callable[[Place], int]
@@ -63,13 +67,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     put_back({})
 
 
-def put_back(objects: Objects) -> None:
-    MortalFileSystem.left = None
-    WatchedFileSystem.store.clear()
-    WatchedFileSystem.store.update(objects)
-    WatchedFileSystem.pseudo_dirs[:] = [""]
-
-
 def state(version: int) -> dict[str, Any]:
     grows = "x" * 100 * version
     found: dict[str, Any] = {
@@ -77,7 +74,7 @@ def state(version: int) -> dict[str, Any]:
         "grows": grows,
         "o": ShardedObject("o", [version], (1,), (0,)),
     }
-    for i in range(3):
+    for i in range(ARRAYS):
         value = torch.full((6, 8), float(10 * version + i))
         found[f"w{i}"] = ShardedTensor.from_rank_offsets(f"w{i}", value)
     only = torch.full((version,), float(version))
@@ -99,7 +96,7 @@ def load(place: Place) -> int:
 
 
 def load_keys(place: Place) -> int:
-    names = [f"w{i}" for i in range(3)]
+    names = [f"w{i}" for i in range(ARRAYS)]
     loaded = shardstore.load_plain_tensors(place, keys=names)
     return version_of({**loaded, "step": int(loaded["w0"][0, 0]) // 10}, objects=False)
 
@@ -129,7 +126,7 @@ def open_and_read(place: Place) -> int:
 def version_of(loaded: Any, objects: bool = True) -> int:
     version: int = loaded["step"]
     assert not objects or loaded["o"] == [version]
-    for i in range(3):
+    for i in range(ARRAYS):
         assert torch.equal(loaded[f"w{i}"], torch.full((6, 8), float(10 * version + i)))
     return version
 
@@ -142,24 +139,14 @@ RETRIED = [load, verification]
 
 
 def states_of(work: Callable[[], None]) -> list[Objects]:
-    """The objects at the place after each request of an operation that changed them."""
-    before = dict(WatchedFileSystem.store)
-    found, seen, requests = [before], contents(), 0
-    while True:
-        put_back(before)
-        MortalFileSystem.left = requests
-        try:
-            work()
-        except Killed:
-            pass
-        else:
-            return [*found, dict(WatchedFileSystem.store)]
-        finally:
-            MortalFileSystem.left = None
+    """The objects of version 1, and after each request of an operation that changed them."""
+    found: list[Objects] = []
+    seen = None
+    for _ in deaths(lambda: save(1), work):
         if contents() != seen:
             found.append(dict(WatchedFileSystem.store))
             seen = contents()
-        requests += 1
+    return [*found, dict(WatchedFileSystem.store)]
 
 
 def contents() -> dict[str, bytes]:
@@ -199,7 +186,7 @@ def exchanges(
     """Exchange the objects before each request of a reader that began at a moment."""
     put_back(moments[begun])
     for number in range(requests_of(read)):
-        for later in moments[begun + 1 + number % 3 :: 3]:
+        for later in moments[begun + 1 + number % EACH :: EACH]:
             left = iter(range(number))
 
             def exchange(left: Iterator[int] = left, later: Objects = later) -> None:
@@ -216,7 +203,6 @@ def exchanges(
 
 @pytest.mark.parametrize("read", READERS)
 def test_a_reader_during_an_overwrite_gets_one_checkpoint(read: Reader) -> None:
-    save(1)
     moments = states_of(lambda: save(2))
     assert len(moments) > 20
     for begun in (0, len(moments) // 3, len(moments) - 4):
@@ -227,10 +213,9 @@ def test_a_reader_during_an_overwrite_gets_one_checkpoint(read: Reader) -> None:
 
 @pytest.mark.parametrize("read", READERS)
 def test_a_reader_during_a_deletion_gets_all_or_an_error(read: Reader) -> None:
-    save(1)
     moments = states_of(lambda: shardstore.delete_checkpoint(PLACE))
     assert len(moments) > 5
-    for begun in range(0, len(moments), 6):
+    for begun in (0, len(moments) // 2):
         for found, _ in exchanges(read, moments, begun):
             assert found in (0, 1, None)
     put_back(moments[-1])
@@ -321,7 +306,6 @@ def test_a_reader_on_s3_gets_one_checkpoint(s3_server: S3Server, each: int) -> N
         there.clear()
         there.update(new)
 
-    save(1)
     moments = states_of(lambda: save(2))
     for moment in [*moments[1:-1:each], moments[-1]]:
         put(moments[0])
