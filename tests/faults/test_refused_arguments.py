@@ -4,7 +4,9 @@ anything is touched."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
@@ -32,9 +34,12 @@ from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
 
 
-def state(**more: torch.Tensor) -> dict[str, Any]:
-    tensors = {"w": torch.arange(6.0).reshape(2, 3), **more}
+def sharded(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in tensors.items()}
+
+
+def state() -> dict[str, Any]:
+    return sharded({"w": torch.arange(6.0).reshape(2, 3)})
 
 
 @pytest.fixture
@@ -61,29 +66,104 @@ def test_a_state_with_another_value_at_content_metadata_is_refused(
     assert shardstore.load_content_metadata(tmp_path / "c") == {"a": 1}
 
 
-# -- numbers and groups ------------------------------------------------------------------------
+# -- options -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
-@pytest.mark.parametrize("kind", [StorageReader, StorageWriter], ids=lambda k: k.__name__)
-def test_wrong_numbers_of_threads_are_refused(
-    tmp_path: Path, kind: Callable[..., object], threads: object
+def save(saved: Path, **options: Any) -> object:
+    return shardstore.save(state(), saved.with_name("c"), **options)
+
+
+def save_later(saved: Path, **options: Any) -> object:
+    return shardstore.async_save(state(), saved.with_name("c"), **options).result()
+
+
+def save_managed(saved: Path, **options: Any) -> object:
+    return CheckpointManager(saved.with_name("run")).save(1, state(), **options)
+
+
+def load(saved: Path, **options: Any) -> object:
+    return shardstore.load(state(), saved, **options)
+
+
+def restore(saved: Path, **options: Any) -> object:
+    return CheckpointManager(saved.parent).restore(state(), **options)
+
+
+def convert_it(saved: Path, **options: Any) -> object:
+    return convert(saved, saved.with_name("c.safetensors"), **options)
+
+
+def strategy(_: Path, **options: Any) -> object:
+    return ZarrSaveShardedStrategy("zarr", 2, **options)
+
+
+def verify_it(place: Path, **options: Any) -> list[Finding]:
+    found: list[Finding] = []
+    verify(StoredCheckpoint(Location.of(place)), found.append, **options)
+    return found
+
+
+Functions = tuple[Callable[..., object], ...]
+SAVES = (save, save_later, save_managed)
+LOADS = (load, shardstore.load_plain_tensors)
+GROUP = "replica_group=.* must be a process group.*or None"
+SLICES = "key 'w' of shape .* give a list of slices"
+DEVICES = ["nowhere", "cpu:x", "cuda:99", 1.5]
+WRONG: list[tuple[Functions, str, list[Any], str]] = [
+    (SAVES, "compression", ["lz9"], "compression={} must be 'zstd', 'blosc' or None"),
+    (SAVES, "staging_budget_bytes", [-1], "staging_budget_bytes={}"),
+    (SAVES, "progress", ["bars"], "progress={}"),
+    (SAVES, "content_metadata", [[1]], "content_metadata=.* must be a dict"),
+    (SAVES, "base", [""], "empty"),
+    (SAVES, "threads", [2], "has no keyword threads; it takes "),
+    ((save, save_later, load), "replica_group", [3, "dp", [0, 1]], GROUP),
+    ((save, load), "storage_options", [["x"]], "storage_options must be a dict.* of type list"),
+    (LOADS, "map_location", DEVICES, "map_location=.* must be a device, as in 'c"),
+    (LOADS, "map_location", ["meta", torch.device("meta")], "map_location=.*load_tensors_metadata"),
+    ((load,), "process_group", [3], "process_group={} must be a process group"),
+    ((load,), "exchange_budget_bytes", ["1 MiB"], "exchange_budget_bytes={} must be a whole num"),
+    ((load,), "strict", ["rais_all"], "strict.*{}"),
+    ((load,), "share_replicas", ["maybe"], "share_replicas.*{}"),
+    ((load,), "progress", [5], "progress.*{}"),
+    (LOADS[1:], "keys", ["weight", 5], "keys={} must be a list"),
+    (LOADS[1:], "region", [{"w": slice(0, 1)}, {"w": [0]}], SLICES),
+    (LOADS[1:], "region", [5], "give a list of slices"),
+    (LOADS[1:], "region", [{"w": [slice(0, 2, 2)]}], "without steps"),
+    (LOADS[1:], "region", [[slice(0, 1)] * 3], "at most one an axis"),
+    ((StorageReader,), "threads", [0, 1.5, "2", True], "threads={} must be .*at least 1, or None"),
+    ((StorageWriter,), "threads", [0, -1, 1.5], "threads={} must be .*at least 1, or None"),
+    ((StorageWriter,), "target_chunk_bytes", [0, 2.5, "1 MiB", None], "={} must be .*at least 1"),
+    ((strategy,), "array_documents", [None, 1, "False"], "documents={} must be True or False"),
+    ((verify_it,), "progress", ["x"], "progress={} must be a callable, 'bar' or None"),
+    ((verify_it,), "threads", [0], "threads={}"),
+    ((convert_it,), "memory_budget", ["1G"], "memory_budget={}"),
+    ((convert_it,), "file_bytes", [0], "file_bytes={}"),
+    ((convert_it,), "progress", [5], "progress={}"),
+    ((save_managed,), "metrics", [5], "metrics={} must be a dict"),
+    ((CheckpointManager,), "keep_last", ["2"], "keep_last"),
+    ((CheckpointManager,), "prefix", [None], "prefix"),
+    ((shardstore.remove_sharded_tensors,), "key_prefix", [3, None, b"w"], "{} must be a string"),
+]
+"""Functions with an option, values that they refuse, and what they say."""
+
+
+@pytest.mark.parametrize(("functions", "name", "values", "says"), WRONG)
+def test_a_wrong_value_of_an_option_is_refused(
+    saved: Path, functions: Functions, name: str, values: list[Any], says: str
 ) -> None:
-    with pytest.raises(ArgumentError, match=f"threads={threads!r} must be .*at least 1, or None"):
-        kind(tmp_path / "c", threads=threads)
+    for function, value in itertools.product(functions, values):
+        with pytest.raises(ArgumentError, match=says.replace("{}", re.escape(repr(value)))):
+            function(saved, **{name: value})
+    assert set(os.listdir(saved.parent)) <= {"saved", "run"}
 
 
-@pytest.mark.parametrize("size", [0, -5, 2.5, "1 MiB", None])
-def test_wrong_chunk_bytes_of_the_writer_are_refused(tmp_path: Path, size: object) -> None:
-    with pytest.raises(ArgumentError, match=r"target_chunk_bytes=.* must be .*at least 1"):
-        StorageWriter(tmp_path / "c", target_chunk_bytes=size)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("given", [None, 1, "False"], ids=str)
-@pytest.mark.parametrize("version", [1, 2])
-def test_array_documents_of_a_strategy_are_true_or_false(version: int, given: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"array_documents={given!r} must be True or False"):
-        ZarrSaveShardedStrategy("zarr", version, array_documents=given)
+@pytest.mark.parametrize("step", [-1, 1.5, "3", None, True])
+def test_a_manager_refuses_steps_that_are_no_whole_numbers(tmp_path: Path, step: Any) -> None:
+    manager = CheckpointManager(tmp_path)
+    for call in (manager.url, lambda wrong: manager.save(wrong, state())):
+        with pytest.raises(ArgumentError, match="step="):
+            call(step)
+    assert manager.steps() == []
 
 
 def _documents(rank: int, world_size: int, folder: str) -> None:
@@ -110,19 +190,13 @@ def test_ranks_agree_about_documents(tmp_path: Path) -> None:
         assert sorted(stored.location.listing("w")) == ["c.0.0", "c.1.0"]
 
 
-def restore(folder: Path, **flags: Any) -> object:
-    return CheckpointManager(folder).restore(state(), **flags)
-
-
 FLAGGED: dict[Callable[..., object], Callable[..., object]] = {
-    shardstore.save: lambda saved, **flags: shardstore.save(state(), saved / "c", **flags),
-    shardstore.async_save: lambda saved, **flags: shardstore.async_save(
-        state(), saved / "c", **flags
-    ),
-    shardstore.load: lambda saved, **flags: shardstore.load(state(), saved, **flags),
+    shardstore.save: save,
+    shardstore.async_save: save_later,
+    shardstore.load: load,
     shardstore.sweep: shardstore.sweep,
     CheckpointManager.restore: restore,
-    convert: lambda saved, **flags: convert(saved, saved / "c.safetensors", **flags),
+    convert: convert_it,
     StorageReader.__init__: StorageReader,
     StorageWriter.__init__: StorageWriter,
     install: lambda _, **flags: install(**flags),
@@ -176,14 +250,13 @@ def test_states_that_are_no_dicts_are_refused(saved: Path) -> None:
         lambda wrong: shardstore.async_save(wrong, saved / "c"),
         lambda wrong: shardstore.load(wrong, saved),
         lambda wrong: manager.save(1, wrong),
-        lambda wrong: manager.restore(wrong),
+        manager.restore,
         shardstore.shard,
     ]
-    for call in calls:
-        for wrong in ([1], [state()["w"]], None, 3, "x", object()):
-            said = f"the state dict must be a dict.*{type(wrong).__name__}"
-            with pytest.raises(StructureError, match=said):
-                call(wrong)
+    for call, wrong in itertools.product(calls, ([1], [state()["w"]], None, 3, "x", object())):
+        said = f"the state dict must be a dict.*{type(wrong).__name__}"
+        with pytest.raises(StructureError, match=said):
+            call(wrong)
     assert os.listdir(saved.parent) == ["saved"]
 
 
@@ -195,20 +268,6 @@ def test_shapes_that_are_no_whole_numbers_are_refused(wrong: Any) -> None:
     ):
         with pytest.raises(ArgumentError, match="must be a tuple of whole numbers"):
             make()
-
-
-def test_a_key_prefix_must_be_a_string(saved: Path) -> None:
-    for wrong in (3, None, b"w"):
-        with pytest.raises(ArgumentError, match=r"key_prefix=.* must be a string"):
-            shardstore.remove_sharded_tensors(saved, wrong)  # type: ignore[arg-type]
-    shardstore.load(state(), saved)
-
-
-def test_wrong_arguments_of_a_load_are_refused(saved: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"process_group=3 must be a process group"):
-        shardstore.load(state(), saved, process_group=3)
-    with pytest.raises(ArgumentError, match=r"exchange_budget_bytes='1 MiB' must be a whole num"):
-        shardstore.load(state(), saved, exchange_budget_bytes="1 MiB")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["dict", "list", "deep"])
@@ -224,18 +283,6 @@ def test_endless_nesting_is_refused(saved: Path, kind: str) -> None:
     for function in (shardstore.save, shardstore.load, shardstore.async_save):
         with pytest.raises(StructureError, match=r"more than 300 levels deep at outer\.inner\."):
             function(endless, saved.with_name("c") if function is not shardstore.load else saved)
-    assert os.listdir(saved.parent) == ["saved"]
-
-
-@pytest.mark.parametrize("group", [3, "dp", [0, 1]], ids=str)
-def test_a_wrong_replica_group_is_refused_in_a_world_of_one(saved: Path, group: object) -> None:
-    wanted = r"replica_group=.* must be a process group.*or None"
-    with pytest.raises(ArgumentError, match=wanted):
-        shardstore.save(state(), saved.with_name("c"), replica_group=group)
-    with pytest.raises(ArgumentError, match=wanted):
-        shardstore.async_save(state(), saved.with_name("c"), replica_group=group)
-    with pytest.raises(ArgumentError, match=wanted):
-        shardstore.load(state(), saved, replica_group=group)
     assert os.listdir(saved.parent) == ["saved"]
 
 
@@ -284,11 +331,8 @@ def test_dcp_does_not_load_into_tensors_that_share_memory(
 
 
 def _everything(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("target_format", ["shardstore", "safetensors", "dcp"])
@@ -352,36 +396,26 @@ def test_a_conversion_beside_its_source_is_allowed(saved: Path) -> None:
 # -- verify, as a function ---------------------------------------------------------------------
 
 
-def _verify(place: Path, **options: Any) -> list[Finding]:
-    found: list[Finding] = []
-    verify(StoredCheckpoint(Location.of(place)), found.append, **options)
-    return found
-
-
 def test_verify_draws_a_bar(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _verify(saved, progress="bar") == []
+    assert verify_it(saved, progress="bar") == []
     line = capfd.readouterr().err
     assert "verify saved done" in line
     assert "24/24 bytes" in line
     with pytest.raises(CheckpointingException):
-        _verify(saved.parent, progress="bar")
+        verify_it(saved.parent, progress="bar")
     assert f"verify {saved.parent.name} failed" in capfd.readouterr().err
 
 
-def test_wrong_arguments_of_verify_are_refused(saved: Path) -> None:
-    with pytest.raises(ArgumentError, match="progress='x' must be a callable, 'bar' or None"):
-        _verify(saved, progress="x")
-    with pytest.raises(ArgumentError, match="threads=0"):
-        _verify(saved, threads=0)
+def test_verify_reports_its_progress(saved: Path) -> None:
     seen: list[Progress] = []
-    _verify(saved, progress=seen.append)
+    verify_it(saved, progress=seen.append)
     assert (seen[-1].phase, seen[-1].bytes_done, seen[-1].bytes_total) == ("done", 24, 24)
 
 
 # -- tensors to be loaded that share memory ----------------------------------------------------
 
 
-def _views(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _views() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     memory = torch.zeros(4, 12)
     return {
         "parts that overlap": (memory[:3], memory[1:]),
@@ -389,7 +423,7 @@ def _views(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         "another shape": (memory.reshape(48), memory),
         "columns that overlap": (memory[:, :8], memory[:, 4:]),
         "other bits": (memory[0].view(torch.int32), memory[0]),
-    }[kind]
+    }
 
 
 def _saved(place: Path, *tensors: torch.Tensor) -> None:
@@ -398,18 +432,12 @@ def _saved(place: Path, *tensors: torch.Tensor) -> None:
 
 
 def _asked(*tensors: torch.Tensor) -> dict[str, Any]:
-    return {
-        f"t{i}": ShardedTensor.from_rank_offsets(f"t{i}", tensor)
-        for i, tensor in enumerate(tensors)
-    }
+    return sharded({f"t{i}": tensor for i, tensor in enumerate(tensors)})
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["parts that overlap", "transposed", "another shape", "columns that overlap", "other bits"],
-)
+@pytest.mark.parametrize("kind", _views())
 def test_targets_that_share_a_part_of_their_memory_are_refused(tmp_path: Path, kind: str) -> None:
-    views = _views(kind)
+    views = _views()[kind]
     _saved(tmp_path / "c", *views)
     with pytest.raises(ArgumentError, match=r"'t[01]' and 't[01]'.*share a part of their memory"):
         shardstore.load(_asked(*views), tmp_path / "c")
