@@ -101,27 +101,9 @@ def _thirds(length: int) -> tuple[int, int]:
     return length // 3, length - length // 3
 
 
-DTYPES = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "complex64",
-    "complex128",
-]
+DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+DTYPES += ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"]
+DTYPES += ["float8_e5m2", "float8_e5m2fnuz", "complex64", "complex128"]
 EACH_DTYPE = {f"dtype.{name}": Tensor(getattr(torch, name), ((3,), (5,))) for name in DTYPES}
 BOXES = {
     "scalar": Tensor(torch.float32, ()),
