@@ -10,7 +10,6 @@ import gc
 import os
 import random
 import resource
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from shardstore import (
     ShardedTensor,
     delete_checkpoint,
 )
-from tests.helpers.ranks_helper import RankFailed, run_ranks
+from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 4
 CYCLES = int(os.environ.get("SHARDSTORE_CYCLES", "100"))
@@ -120,23 +119,6 @@ def cycles(rank: int, world_size: int, root: str, count: int, seed: int) -> list
         dist.barrier()
     manager.close()
     return seen
-
-
-def killed(rank: int, world_size: int, root: str, victim: int) -> None:
-    """A save in which a rank is killed once it has written something."""
-
-    def stop(event: Any) -> None:
-        if rank == victim and event.bytes_done:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.environ["SHARDSTORE_DEADLINE_S"] = "20"
-    CheckpointManager(root, keep_last=2).save(10**6, state(rank, 0.0), progress=stop)
-
-
-def test_a_killed_rank_is_noticed(tmp_path: Path) -> None:
-    for victim in range(3):
-        with pytest.raises((RankFailed, CheckpointingException)):
-            run_ranks(killed, WORLD, str(tmp_path), victim)
 
 
 @pytest.mark.long

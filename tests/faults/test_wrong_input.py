@@ -107,16 +107,16 @@ def main_replicas_are_two_or_none(rank: int, world_size: int, folder: Path) -> N
 
 
 def flat_ranges_overlap_or_leave_a_gap(rank: int, world_size: int, folder: Path) -> None:
-    start, stop = ((0, 10), (8, 20), (20, 30))[rank]
-    words: tuple[str, ...] = ("Invalid access pattern", "'w'", "[0, 1]", "8:10")
-    refused({"w": flat("w", start, stop)}, folder, *words, kind=AccessPatternError)
-    start, stop = ((0, 10), (12, 20), (20, 30))[rank]
-    words = ("Flattened ranges dont cover the whole shard ShardedTensor", "'w'", "10:12", "30")
-    refused({"w": flat("w", start, stop)}, folder, *words, kind=AccessPatternError)
-    start, stop = ((0, 10), (10, 20), (20, 27))[rank]
-    refused({"w": flat("w", start, stop)}, folder, "27:30", kind=AccessPatternError)
-    start, stop = ((4, 10), (10, 20), (20, 30))[rank]
-    refused({"w": flat("w", start, stop)}, folder, "0:4", kind=AccessPatternError)
+    gap = "Flattened ranges dont cover the whole shard ShardedTensor"
+    cases: list[tuple[list[int], list[int], list[str]]] = [
+        ([0, 8, 20], [10, 20, 30], ["Invalid access pattern", "'w'", "[0, 1]", "8:10"]),
+        ([0, 12, 20], [10, 20, 30], [gap, "'w'", "10:12", "30"]),
+        ([0, 10, 20], [10, 20, 27], ["27:30"]),
+        ([4, 10, 20], [10, 20, 30], ["0:4"]),
+    ]
+    for starts, stops, words in cases:
+        state = {"w": flat("w", starts[rank], stops[rank])}
+        refused(state, folder, *words, kind=AccessPatternError)
 
 
 def ranks_disagree_about_a_tensor(rank: int, world_size: int, folder: Path) -> None:
@@ -237,31 +237,35 @@ def what_is_asked_for_is_not_what_is_stored(rank: int, world_size: int, folder: 
     stored = {"layers.0.weight": shard("layers.0.weight", rank), "one": shard("one", rank)}
     shardstore.save(stored, place)
 
-    def attempt(tensor: ShardedTensor) -> CheckpointingException:
+    def one(data: torch.Tensor, *offsets: tuple[int, int, int]) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets("one", data, *offsets)
+
+    by_rows, by_columns = (0, rank, world_size), (1, rank, world_size)
+    nearest = ["'layer.0.weight'", "did you mean 'layers.0.weight'", str(place)]
+    shapes = ["'one'", "(6, 4)"]
+    cases: list[tuple[Any, type[Exception], list[str]]] = [
+        (shard("layer.0.weight", rank), MissingKeyError, nearest),
+        (
+            one(torch.ones(2, 4).half(), by_rows),
+            DTypeMismatchError,
+            ["'one'", "float32", "float16", "convert"],
+        ),
+        (
+            one(torch.ones(2, 5), by_rows),
+            ShapeMismatchError,
+            [*shapes, "(6, 5)", "allow_shape_mismatch"],
+        ),
+        (one(torch.ones(2, 4), by_columns), ShapeMismatchError, [*shapes, "(2, 12)"]),
+        (one(torch.ones(24)), ShapeMismatchError, [*shapes, "(24,)"]),
+        (ShardedObject("o", None, (1,), (0,)), MissingKeyError, ["o/shard_0_1", str(place)]),
+    ]
+    for asked, kind, words in cases:
         # Only rank 1 asks for what is not there.
-        state = {"t": tensor} if rank == 1 else {"one": shard("one", rank)}
-        return raised(lambda: shardstore.load(state, place, validate_access_integrity=False))
-
-    def checked(error: CheckpointingException, kind: type[Exception], *words: str) -> None:
+        state = {"t": asked} if rank == 1 else {"one": shard("one", rank)}
+        error = raised(lambda s=state: shardstore.load(s, place, validate_access_integrity=False))  # type: ignore[misc]
         assert isinstance(error, kind if rank == 1 else RanksError), repr(error)
-        for word in [*words, *(["rank 1"] if rank != 1 else [])]:
+        for word in words if rank == 1 else [*words, "rank 1"]:
             assert word in str(error), (word, str(error))
-
-    error = attempt(shard("layer.0.weight", rank))
-    checked(
-        error, MissingKeyError, "'layer.0.weight'", "did you mean 'layers.0.weight'", str(place)
-    )
-    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(2, 4).half(), (0, rank, world_size))
-    checked(attempt(wrong), DTypeMismatchError, "'one'", "float32", "float16", "convert")
-    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(2, 5), (0, rank, world_size))
-    checked(attempt(wrong), ShapeMismatchError, "'one'", "(6, 4)", "(6, 5)", "allow_shape_mismatch")
-    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(2, 4), (1, rank, world_size))
-    checked(attempt(wrong), ShapeMismatchError, "'one'", "(6, 4)", "(2, 12)")
-    wrong = ShardedTensor.from_rank_offsets("one", torch.ones(24))
-    checked(attempt(wrong), ShapeMismatchError, "'one'", "(6, 4)", "(24,)")
-    state = {"o": ShardedObject("o", None, (1,), (0,))} if rank == 1 else {}
-    error = raised(lambda: shardstore.load(state, place, validate_access_integrity=False))
-    checked(error, MissingKeyError, "o/shard_0_1", str(place))
     # All ranks, and the whole is asked for twice.
     error = raised(lambda: shardstore.load({"one": shard("one", 0)}, place))
     assert isinstance(error, AccessPatternError), repr(error)
@@ -285,10 +289,10 @@ ODD_KEYS = [
     "a/b",
     "/etc/x",
     "\N{LATIN SMALL LETTER U WITH DIAERESIS}",
-    "x" * 500,
-    "x" * 500 + "y",
     ".",
     "..",
+]
+ODD_KEYS += [
     "CON",
     "zarr.json",
     "metadata.json",
@@ -297,15 +301,9 @@ ODD_KEYS = [
     "c",
     "c.0",
     "__init__",
-    "a\\b",
-    "a\nb",
-    "a%2Fb",
-    " ",
-    "a.",
-    "*",
-    ".owner.json",
-    "shard_0_1.pt",
 ]
+ODD_KEYS += ["a\\b", "a\nb", "a%2Fb", " ", "a.", "*", ".owner.json", "shard_0_1.pt"]
+ODD_KEYS += ["x" * 500, "x" * 500 + "y"]
 
 
 def test_odd_keys_are_stored_safely(tmp_path: Path) -> None:
