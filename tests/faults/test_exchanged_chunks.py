@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from shardstore.errors import ChunkCorruptError
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 
-def whole(key: str, data: torch.Tensor) -> dict[str, ShardedTensor]:
-    return {key: ShardedTensor.from_rank_offsets(key, data)}
+def whole(key: str, data: torch.Tensor) -> dict[str, Any]:
+    return shardstore.shard({key: data})
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -60,8 +61,7 @@ def test_a_chunk_of_another_checkpoint(tmp_path: Path) -> None:
 
 def test_after_other_arrays_were_removed(tmp_path: Path) -> None:
     place = tmp_path / "c"
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(4)) for key in ("a", "b", "c")}
-    shardstore.save(state, place)
+    shardstore.save(shardstore.shard({key: torch.ones(4) for key in "abc"}), place)
     shardstore.remove_sharded_tensors(place, "b")
     out = torch.zeros(4)
     shardstore.load(whole("c", out), place)

@@ -13,7 +13,7 @@ import torch
 import zarr
 
 import shardstore
-from shardstore import CheckpointManager, ShardedTensor
+from shardstore import CheckpointManager
 from shardstore.cli.app import run
 from shardstore.errors import (
     ChunkCorruptError,
@@ -33,12 +33,8 @@ STATE = {
 }
 
 
-def sharded(state: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in state.items()}
-
-
-def empty(state: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return sharded({key: torch.zeros_like(value) for key, value in state.items()})
+def empty(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return shardstore.shard({key: torch.zeros_like(value) for key, value in state.items()})
 
 
 def check(place: Path, state: dict[str, torch.Tensor]) -> None:
@@ -54,7 +50,7 @@ def verified(place: Path) -> tuple[Verified, list[Finding]]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    shardstore.save(sharded(STATE), tmp_path / "c", pack=True)
+    shardstore.save(shardstore.shard(STATE), tmp_path / "c", pack=True)
     return tmp_path / "c"
 
 
@@ -124,7 +120,7 @@ def test_two_exchanged_packs_are_noticed(tmp_path: Path) -> None:
     places = [tmp_path / "a", tmp_path / "b"]
     for number, place in enumerate(places):
         state = {key: value + number for key, value in STATE.items()}
-        shardstore.save(sharded(state), place, pack=True)
+        shardstore.save(shardstore.shard(state), place, pack=True)
     shutil.copy(places[1] / ".packs/0.0.zip", places[0] / ".packs/0.0.zip")
     with pytest.raises(ChunkCorruptError, match="not the chunk that was committed"):
         shardstore.load(empty(STATE), places[0])
@@ -214,7 +210,7 @@ def test_an_array_of_another_program_with_the_name_of_a_packed_one_is_named(plac
 def test_a_packed_checkpoint_is_replaced_and_removed_whole(tmp_path: Path) -> None:
     place = tmp_path / "c"
     for pack in (True, False, True):
-        shardstore.save(sharded(STATE), place, pack=pack, overwrite=True)
+        shardstore.save(shardstore.shard(STATE), place, pack=pack, overwrite=True)
         check(place, STATE)
         assert (place / ".packs").exists() is pack
     (place / "notes.txt").write_text("mine")
@@ -227,7 +223,7 @@ def test_a_base_with_packs_or_without_gives_whole_checkpoints(tmp_path: Path) ->
     last = None
     for number, pack in enumerate([True, True, False, True]):
         place = tmp_path / str(number)
-        shardstore.save(sharded(big), place, pack=pack, base=last)
+        shardstore.save(shardstore.shard(big), place, pack=pack, base=last)
         check(place, big)
         commit = shardstore.open(place).info["commit"]
         assert (commit["reused_bytes"] > 2_000_000) is (number > 0)
@@ -241,7 +237,7 @@ def test_a_base_with_packs_or_without_gives_whole_checkpoints(tmp_path: Path) ->
 def test_a_manager_keeps_packed_steps_and_notices_a_lost_pack(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last=2) as manager:
         for step in range(4):
-            manager.save(step, sharded(STATE), pack=True)
+            manager.save(step, shardstore.shard(STATE), pack=True)
         manager.wait()
         assert manager.steps() == [2, 3]
         (tmp_path / "step-3" / ".packs" / "0.0.zip").unlink()

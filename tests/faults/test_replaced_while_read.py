@@ -197,11 +197,8 @@ def _rank(rank: int, place: str, rendezvous: str, victim: int) -> None:
 def test_ranks_go_on_together(tmp_path: Path, victim: int) -> None:
     """One of them meets the replacement."""
     for name, version in (("c", 1), ("new", 2)):
-        whole = {}
-        for i in range(KEYS):
-            value = torch.full((12, 64), float(10 * version + i))
-            whole[f"w{i}"] = ShardedTensor.from_rank_offsets(f"w{i}", value)
-        shardstore.save(whole, tmp_path / name, durable=False)
+        whole = {f"w{i}": torch.full((12, 64), float(10 * version + i)) for i in range(KEYS)}
+        shardstore.save(shardstore.shard(whole), tmp_path / name, durable=False)
     with tempfile.TemporaryDirectory() as rendezvous:
         arguments = (str(tmp_path), rendezvous, victim)
         ranks = start((_rank, (rank, *arguments)) for rank in range(2))

@@ -119,21 +119,6 @@ def flat_ranges_overlap_or_leave_a_gap(rank: int, world_size: int, folder: Path)
         refused(state, folder, *words, kind=AccessPatternError)
 
 
-def ranks_disagree_about_a_tensor(rank: int, world_size: int, folder: Path) -> None:
-    dtype = torch.float64 if rank == 2 else torch.float32
-    tensor = ShardedTensor.from_rank_offsets("w", torch.ones(2, dtype=dtype), (0, rank, world_size))
-    words = ("'w'", "rank 2", "rank 0", "dtype", "float32")
-    refused({"w": tensor}, folder, *words, kind=AccessPatternError)
-    rows = 3 if rank == 1 else 2
-    tensor = ShardedTensor.from_rank_offsets("w", torch.ones(rows), (0, rank, world_size))
-    words = ("'w'", "rank 1", "rank 0", "global_shape (6,)", "(9,)")
-    refused({"w": tensor}, folder, *words, kind=AccessPatternError)
-    tensor = ShardedTensor(
-        "w", torch.ones(2), torch.float32, (2,), (6 + rank // 2,), (2 * rank,), None
-    )
-    refused({"w": tensor}, folder, "'w'", "rank 2", "6", "7", kind=AccessPatternError)
-
-
 def one_rank_can_not_prepare(rank: int, world_size: int, folder: Path) -> None:
     def build(key: str, data: torch.Tensor, replica_id: Any, bounds: Any) -> dict[str, Any]:
         if rank == 1:
@@ -154,20 +139,17 @@ def one_rank_can_not_prepare(rank: int, world_size: int, folder: Path) -> None:
     state: dict[str, Any] = {"w": shard("w", rank), "l": threading.Lock()}
     refused(state, folder, "pickle", "LocalNonpersistentObject")
 
-    state = {"w": shard("w", rank), "o": ShardedObject("bad.o", 1, (world_size,), (rank,))}
-    if rank == 2:
-        state["o"].data = threading.Lock()
+    data = threading.Lock() if rank == 2 else 1
+    state = {"w": shard("w", rank), "o": ShardedObject("bad.o", data, (world_size,), (rank,))}
     refused(state, folder, "bad.o", "pickle", *([] if rank == 2 else ["rank 2"]))
 
-    state = {"w": shard("w", rank)}
-    if rank == 2:
-        state["w"].data = None
-    refused(state, folder, "'w'", "rank 2", "no data")
-
-    state = {"w": shard("w", rank)}
-    if rank == 1:
-        state["w"].data = state["w"].data[:1]
-    refused(state, folder, "'w'", "(1, 4)", "(2, 4)")
+    for victim, wrong, words in (
+        (2, None, ["'w'", "rank 2", "no data"]),
+        (1, torch.ones(1, 4), ["'w'", "(1, 4)", "(2, 4)"]),
+    ):
+        state = {"w": shard("w", rank)}
+        state["w"].data = wrong if rank == victim else state["w"].data
+        refused(state, folder, *words)
 
     state = {"w": shard("w", rank)}
     if rank == 1:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import shardstore
-from shardstore import ShardedTensor
 from tests.golden.make_shardstore import write_all
 from tests.helpers.processes import run_to_end
 from tests.helpers.programs import run_text
@@ -82,14 +81,10 @@ def write_unknown(folder: Path) -> None:
         state = {"w": tensor.view(getattr(torch, name)), "other": torch.ones(3)}
         for compression in (None, "zstd"):
             place = folder / f"{name}-{compression}"
-            shardstore.save(sharded(state), place, compression=compression)
+            shardstore.save(shardstore.shard(state), place, compression=compression)
     for option in ("constants", "pack"):
         state = {"w": tensor, "step": torch.tensor(7)}
-        shardstore.save(sharded(state), folder / option, **{option: True})
-
-
-def sharded(state: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {key: ShardedTensor.from_rank_offsets(key, one) for key, one in state.items()}
+        shardstore.save(shardstore.shard(state), folder / option, **{option: True})
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ import torch
 import typer
 
 import shardstore
-from shardstore import ShardedObject, ShardedTensor, hf
+from shardstore import ShardedObject, hf
 from shardstore.cli.app import app
 from shardstore.convert.conversion import convert
 from shardstore.dcp.files import DcpFiles
@@ -332,11 +332,8 @@ def note(rng: random.Random, _: bytes) -> bytes:
 
 
 def wanted() -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6)),
-        "b": ShardedTensor.from_rank_offsets("b", torch.zeros(3, dtype=torch.bfloat16)),
-    }
-    return {**state, "o": ShardedObject("o", None, (1,), (0,))}
+    tensors = {"w": torch.zeros(4, 6), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    return {**shardstore.shard(tensors), "o": ShardedObject("o", None, (1,), (0,))}
 
 
 def look(place: Path) -> None:
@@ -435,11 +432,8 @@ class Inputs:
     def _kinds(self) -> list[tuple[str, str, Callable[[random.Random, bytes], bytes], list[Any]]]:
         """Checkpoint, file, mutator and readers."""
         pristine = self.folder / "pristine"
-        state = {
-            "w": ShardedTensor.from_rank_offsets("w", torch.rand(4, 6)),
-            "b": ShardedTensor.from_rank_offsets("b", torch.ones(3, dtype=torch.bfloat16)),
-            "o": ShardedObject("o", {"a": [1]}, (1,), (0,)),
-        }
+        tensors = {"w": torch.rand(4, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
+        state = {**shardstore.shard(tensors), "o": ShardedObject("o", {"a": [1]}, (1,), (0,))}
         common = {
             "lr": 0.5,
             "t": torch.ones(3),

@@ -120,9 +120,6 @@ def test_a_file_larger_than_committed_is_damage_on_s3(
 def test_the_commit_has_the_size_of_each_compressed_chunk(top: str, compression: str) -> None:
     """Also of chunks that a base had, and until the array is removed."""
 
-    def state(**arrays: torch.Tensor) -> dict[str, Any]:
-        return {key: ShardedTensor.from_rank_offsets(key, data) for key, data in arrays.items()}
-
     def check(place: Location) -> None:
         sizes = {}
         for array in StoredCheckpoint(place).arrays.values():
@@ -135,16 +132,16 @@ def test_the_commit_has_the_size_of_each_compressed_chunk(top: str, compression:
     base, place = Location.of(f"{top}/base"), Location.of(f"{top}/c")
     w, v = torch.randn(40, 20), torch.arange(200.0).reshape(20, 10)
     small = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=512)
-    shardstore.save(state(w=w, v=v), base.place, small, compression=compression)
+    shardstore.save(shardstore.shard({"w": w, "v": v}), base.place, small, compression=compression)
     w[9, 3] += 1
     reused = {"base": base.place, "compression": compression}
-    shardstore.save(state(w=w, v=v), place.place, small, **reused)
+    shardstore.save(shardstore.shard({"w": w, "v": v}), place.place, small, **reused)
     check(base)
     check(place)
     StoredCheckpoint(place).remove("v")
     check(place)
     assert "v" not in StoredCheckpoint(place).root.chunk_bytes  # type: ignore[union-attr]
-    shardstore.save(state(w=w), place.place, overwrite=True)
+    shardstore.save(shardstore.shard({"w": w}), place.place, overwrite=True)
     (array,) = StoredCheckpoint(place).arrays.values()
     assert array.sizes is None
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardstore
-from shardstore import ShardedObject, ShardedTensor
+from shardstore import ShardedObject
 from shardstore.cli.app import run
 from shardstore.convert.conversion import convert
 from shardstore.errors import CheckpointingException
@@ -44,12 +44,8 @@ def nowhere(path: Path) -> None:
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
-    return {
-        "w": ShardedTensor.from_rank_offsets("w", torch.full((4, 6), value)),
-        "packed": ShardedTensor.from_rank_offsets("packed", torch.full((9,), value)),
-        "o": ShardedObject("o", [value], (1,), (0,)),
-        "lr": value,
-    }
+    tensors = {"w": torch.full((4, 6), value), "packed": torch.full((9,), value)}
+    return {**shardstore.shard(tensors), "o": ShardedObject("o", [value], (1,), (0,)), "lr": value}
 
 
 @pytest.fixture
@@ -66,12 +62,7 @@ def look(place: Path) -> None:
 
 
 def load(place: Path, **options: Any) -> None:
-    wanted: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, torch.zeros(shape))
-        for key, shape in (("w", (4, 6)), ("packed", (9,)))
-    }
-    wanted["o"] = ShardedObject("o", None, (1,), (0,))
-    loaded: Any = shardstore.load(wanted, place, **options)
+    loaded: Any = shardstore.load(state(0.0), place, **options)
     assert (loaded["w"].sum(), loaded["o"], loaded["lr"]) == (24, [1], 1)
 
 
