@@ -117,7 +117,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     return [outcome["calls"] for outcome in outcomes]
 
 
-MOMENTS = [(1, 0.0), (2, 0.6), (1, 1.0), (0, 0.1), (0, 0.5), (0, 0.85), (0, 1.0)]
+MOMENTS = [(1, 0.0), (2, 0.6), (1, 1.0), (0, 0.5), (0, 0.85), (0, 1.0)]
 
 
 @pytest.mark.parametrize(("victim", "part"), MOMENTS)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardstore
-from shardstore import CheckpointManager, ShardedTensor
+from shardstore import CheckpointManager
 from shardstore.dcp.files import DcpFiles
 from shardstore.errors import (
     DamagedCheckpointError,
@@ -25,6 +25,7 @@ from shardstore.errors import (
 from shardstore.storage.commit.checkpoints import delete_checkpoint, sweep
 from shardstore.storage.commit.folder import _machine, delete
 from shardstore.storage.stores.location import Location
+from tests.helpers.root_documents import about, members, rewrite
 
 OUTSIDE = ["../precious", "optimizer/../../precious", "a//b", "/etc", "", ".", "..", "./a", "a/"]
 NO_FILE = ["a\ud800", "a\0"]
@@ -32,7 +33,7 @@ NO_FILE = ["a\ud800", "a\0"]
 
 
 def tensors(*keys: str) -> dict[str, Any]:
-    return {key: ShardedTensor.from_rank_offsets(key, torch.ones(4)) for key in keys}
+    return shardstore.shard({key: torch.ones(4) for key in keys})
 
 
 @pytest.fixture
@@ -68,22 +69,6 @@ def edit_manifest(place: Path, change: Callable[[list[Any]], None]) -> None:
     np.savez(place / "manifest.npz", **columns)
 
 
-def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
-def sums(root: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = root["attributes"]["shardstore"]["chunk_crc32c"]
-    return found
-
-
-def members(root: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = root["consolidated_metadata"]["metadata"]
-    return found
-
-
 @pytest.mark.parametrize("name", OUTSIDE + NO_FILE)
 def test_a_name_in_the_manifest_touches_nothing_outside(
     saved: Path, precious: Path, name: str
@@ -95,11 +80,11 @@ def test_a_name_in_the_manifest_touches_nothing_outside(
 
     def leave_out(root: dict[str, Any]) -> None:
         members(root).pop("optimizer.b")
-        sums(root).pop("optimizer.b")
-        root["attributes"]["shardstore"].pop("file_bytes")  # as before it had one
+        about(root)["chunk_crc32c"].pop("optimizer.b")
+        about(root).pop("file_bytes")  # as before it had one
 
     edit_manifest(saved, rename)
-    edit_json(saved / "zarr.json", leave_out)
+    rewrite(saved, leave_out, sign=True)
     with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
         remove(saved, "")
     delete_checkpoint(saved)
@@ -116,7 +101,7 @@ def test_a_name_in_the_root_touches_nothing_outside(
     def rename(root: dict[str, Any]) -> None:
         members(root)[name] = {**members(root).pop("model"), "node_type": kind}
 
-    edit_json(saved / "zarr.json", rename)
+    rewrite(saved, rename, sign=True)
     for attempt in (
         lambda: remove(saved, ""),
         lambda: shardstore.load_plain_tensors(str(saved)),
@@ -126,23 +111,27 @@ def test_a_name_in_the_root_touches_nothing_outside(
     assert content(precious) == before
 
 
-def test_a_name_of_a_file_in_the_root(saved: Path) -> None:
-    def add(root: dict[str, Any]) -> None:
-        sums = root["attributes"]["shardstore"].setdefault("file_crc32c", {})
-        sums["../precious/thesis.tex"] = 1
-
-    edit_json(saved / "zarr.json", add)
-    with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
-        shardstore.load_plain_tensors(str(saved))
+def a_file_outside(root: dict[str, Any]) -> None:
+    about(root)["file_crc32c"] = {"../precious/thesis.tex": 1}
 
 
-def test_a_separator_that_leads_elsewhere(saved: Path) -> None:
-    def change(root: dict[str, Any]) -> None:
-        encoding = members(root)["model"]["chunk_key_encoding"]
-        encoding["configuration"]["separator"] = "/../../precious/"
+def a_separator_that_leads_outside(root: dict[str, Any]) -> None:
+    encoding = members(root)["model"]["chunk_key_encoding"]
+    encoding["configuration"]["separator"] = "/../../precious/"
 
-    edit_json(saved / "zarr.json", change)
-    with pytest.raises(FormatVersionError, match="separator"):
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (a_file_outside, DamagedCheckpointError, "outside of the checkpoint"),
+        (a_separator_that_leads_outside, FormatVersionError, "separator"),
+    ],
+)
+def test_a_root_that_leads_outside_is_refused(
+    saved: Path, change: Any, error: type[Exception], says: str
+) -> None:
+    rewrite(saved, change, sign=True)
+    with pytest.raises(error, match=says):
         shardstore.load_plain_tensors(str(saved))
 
 
@@ -180,10 +169,10 @@ def test_a_node_behind_a_link(saved: Path, precious: Path) -> None:
     (saved / "deep").symlink_to(precious.parent)
 
     def rename(root: dict[str, Any]) -> None:
-        for by_node in (members(root), sums(root)):
+        for by_node in (members(root), about(root)["chunk_crc32c"]):
             by_node["deep/precious"] = by_node.pop("model")
 
-    edit_json(saved / "zarr.json", rename)
+    rewrite(saved, rename, sign=True)
     before, root = content(precious), (saved / "zarr.json").read_bytes()
     with pytest.raises(StorageError, match="deep is a symbolic link"):
         remove(saved, "model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,8 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.inspection.verify import Finding, Verified, verify
-from shardstore.storage.format.documents import root_document
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy
+from tests.helpers.root_documents import about, rewrite
 
 STATE = {
     **{f"layer.{i}": torch.arange(8.0) + i for i in range(20)},
@@ -126,15 +125,6 @@ def test_two_exchanged_packs_are_noticed(tmp_path: Path) -> None:
         shardstore.load(empty(STATE), places[0])
 
 
-def rewritten(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the packs in a root document, and give it the checksum of the result."""
-    document = json.loads((place / "zarr.json").read_text())
-    change(document["attributes"]["shardstore"]["packs"])
-    metadata = document["consolidated_metadata"]["metadata"]
-    arrays = [(node, json.dumps(one)) for node, one in metadata.items()]
-    (place / "zarr.json").write_bytes(root_document(arrays, document["attributes"]))
-
-
 def set_row(at: int, value: object) -> Callable[[dict[str, Any]], None]:
     def change(packs: dict[str, Any]) -> None:
         packs["arrays"]["layer.3"][at] = value
@@ -170,7 +160,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_a_document_that_lies_about_packs_is_an_error(
     place: Path, lie: Callable[[dict[str, Any]], None]
 ) -> None:
-    rewritten(place, lie)
+    rewrite(place, lambda root: lie(about(root)["packs"]), sign=True)
     with pytest.raises((DamagedCheckpointError, ChunkCorruptError, ChunkMissingError)):
         shardstore.load(empty({key: STATE[key] for key in ("layer.3", "layer.4")}), place)
     assert run(["verify", str(place)]) == 1

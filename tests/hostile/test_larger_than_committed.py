@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 import uuid
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_servers import S3Server
+from tests.helpers.root_documents import about, rewrite
 from tests.hostile.test_bombs import bounded
 
 MORE = bytes(128 * 1024**2)
@@ -46,13 +46,8 @@ def read_manifest(place: Location, _: str) -> None:
     assert stored.manifest is not None
 
 
-def change_commit(place: Location, **members: object) -> None:
-    """Change members of what the root document says, which then has no checksum."""
-    document = json.loads(place.read("zarr.json"))
-    about = document["attributes"]["shardstore"]
-    del about["root_crc32c"]
-    about.update(members)
-    place.write("zarr.json", json.dumps(document, separators=(",", ":")).encode())
+def change_commit(place: Location, **changed: object) -> None:
+    rewrite(place.place, lambda root: about(root).update(changed), sign=False)
 
 
 @pytest.fixture(params=["local", "memory"])

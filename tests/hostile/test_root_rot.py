@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -24,11 +23,11 @@ from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.documents import ROOT_SUM, parse_root
-from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
 from tests.golden.make_shardstore import TARGET as GOLDEN
 from tests.golden.make_shardstore import sharded
 from tests.golden.test_shardstore_golden import exact
+from tests.helpers.root_documents import about, members, rewrite
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -210,28 +209,6 @@ def test_without_a_checksum_a_manager_goes_back(tmp_path: Path) -> None:
 # -- what rot and other programs may leave ---------------------------------------------------------
 
 
-def rewrite(place: Path, change: Callable[[dict[str, Any]], None], *, sign: bool) -> None:
-    """Change the root document, in the form that a save writes."""
-    document = json.loads((place / "zarr.json").read_text())
-    change(document)
-    about = document["attributes"]["shardstore"]
-    document["attributes"] = {"shardstore": {ROOT_SUM: "00000000", **about}}
-    if not sign:
-        del about[ROOT_SUM]
-        document["attributes"] = {"shardstore": about}
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    if sign:
-        head = text.index(b'root_crc32c":"') + len(b'root_crc32c":"')
-        rest = text[head + 8 :]
-        text = text[:head] + b"%08x" % crc32c(rest, 0) + rest
-    (place / "zarr.json").write_bytes(text)
-
-
-def members(root: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = root["consolidated_metadata"]["metadata"]
-    return found
-
-
 def a_group(root: dict[str, Any]) -> None:
     members(root)["b"]["node_type"] = "group"
 
@@ -245,7 +222,7 @@ def an_array_less(root: dict[str, Any]) -> None:
 
 
 def a_file_that_is_not_there(root: dict[str, Any]) -> None:
-    root["attributes"]["shardstore"]["file_crc32c"]["o/shard_1_2.pt"] = 7
+    about(root)["file_crc32c"]["o/shard_1_2.pt"] = 7
 
 
 @pytest.mark.parametrize("sign", [True, False])
