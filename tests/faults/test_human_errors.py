@@ -47,6 +47,10 @@ def state() -> dict[str, Any]:
     return {"w": sharded(torch.arange(6.0).reshape(2, 3)), "step": 3}
 
 
+def save_later(*args: Any) -> object:
+    return shardstore.async_save(*args).result()
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory."""
@@ -81,7 +85,7 @@ PLACES = {
 }
 ENTRIES: dict[str, Callable[[Any], object]] = {
     "save": lambda place: shardstore.save(state(), place),
-    "async_save": lambda place: shardstore.async_save(state(), place).result(),
+    "async_save": lambda place: save_later(state(), place),
     "load": lambda place: shardstore.load(state(), place),
     "load_plain_tensors": shardstore.load_plain_tensors,
     "load_tensors_metadata": shardstore.load_tensors_metadata,
@@ -182,10 +186,10 @@ def test_a_tensor_instead_of_a_state_dict_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [None, 3.0, [1, 2], np.ones(3)], ids=lambda v: type(v).__name__)
 def test_data_that_is_no_tensor_is_refused_by_key(wrong: Any) -> None:
-    with pytest.raises(DTypeMismatchError, match=rf"'w'.*{type(wrong).__name__}.*torch"):
-        ShardedTensor.from_rank_offsets("w", wrong)
-    with pytest.raises(DTypeMismatchError, match=rf"'w'.*{type(wrong).__name__}.*torch"):
-        ShardedTensor.from_rank_offsets_flat("w", wrong, (3,), flattened_range=slice(0, 3))
+    flat = partial(ShardedTensor.from_rank_offsets_flat, flattened_range=slice(0, 3))
+    for make in (sharded, lambda data: flat("w", data, (3,))):
+        with pytest.raises(DTypeMismatchError, match=rf"'w'.*{type(wrong).__name__}.*torch"):
+            make(wrong)
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
@@ -201,7 +205,10 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+BACKENDS = [("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("kind", ["sparse", "csr", "meta", "mkldnn", "fake"])
 def test_tensors_without_plain_memory_are_refused(
     tmp_path: Path, kind: str, backend: tuple[str, int]
@@ -209,11 +216,10 @@ def test_tensors_without_plain_memory_are_refused(
     tensor = odd_tensors().get(kind)
     if tensor is None:
         pytest.skip("not in this torch")
-    with pytest.raises(DTypeMismatchError, match=r"'w'.*no plain memory"):
-        shardstore.save({"w": sharded(tensor)}, tmp_path / "place", backend)
-    assert not (tmp_path / "place").exists()
-    with pytest.raises(DTypeMismatchError, match=r"'w'.*no plain memory"):
-        shardstore.async_save({"w": sharded(tensor)}, tmp_path / "place", backend).result()
+    for save in (shardstore.save, save_later):
+        with pytest.raises(DTypeMismatchError, match=r"'w'.*no plain memory"):
+            save({"w": sharded(tensor)}, tmp_path / "place", backend)
+        assert not (tmp_path / "place").exists()
 
 
 @pytest.mark.parametrize("value", [lambda t: t, lambda t: [t], lambda t: (1, t)])
@@ -234,7 +240,7 @@ LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("kind", LAZY)
 def test_views_that_negate_or_conjugate_are_saved_and_loaded(
     tmp_path: Path, kind: str, backend: tuple[str, int]
@@ -262,14 +268,14 @@ def test_views_that_negate_or_conjugate_are_saved_and_loaded(
 
 
 @pytest.mark.parametrize("replica_id", [1, -1, (0, 1)], ids=str)
-@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_a_tensor_without_main_replica_is_not_left_out(
     tmp_path: Path, replica_id: Any, backend: tuple[str, int]
 ) -> None:
     weight = ShardedTensor.from_rank_offsets("lost", torch.ones(3), replica_id=replica_id)
     rng = ShardedObject("rng", 5, (1,), (0,), replica_id=replica_id)
     for wrong, name in (({"a": weight}, "'lost'"), ({"b": rng}, "'rng/shard_0_1'")):
-        for save in (shardstore.save, lambda *args: shardstore.async_save(*args).result()):
+        for save in (shardstore.save, save_later):
             with pytest.raises(AccessPatternError, match=f"{name}.*no main replica.*replica_id=0"):
                 save({**wrong, **state()}, tmp_path / "place", backend)
             assert not (tmp_path / "place").exists()
@@ -372,7 +378,7 @@ def test_a_full_disk_names_what_it_could_not_write(full_disk: Path, tmp_path: Pa
         "save": lambda to: shardstore.save(large, to),
         "old layout": lambda to: shardstore.save(large, to, ("zarr", 1)),
         "torch_dist": lambda to: shardstore.save(large, to, ("torch_dist", 1)),
-        "async": lambda to: shardstore.async_save(large, to).result(),
+        "async": lambda to: save_later(large, to),
         "manager": lambda to: CheckpointManager(to).save(1, large),
         "convert": lambda to: convert(source, to),
         "to dcp": lambda to: convert(source, to, target_format="dcp"),

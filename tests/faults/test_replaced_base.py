@@ -70,10 +70,11 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
 
 
+@pytest.mark.parametrize(
+    ("compression", "verify_base", "moment"),
+    [(None, False, 0), (None, True, 3), ("zstd", False, 3), ("zstd", True, 0)],
+)
 @pytest.mark.parametrize("what", ["replace", "delete", "delete and save"])
-@pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("verify_base", [False, True])
-@pytest.mark.parametrize("moment", [0, 3])
 def test_a_base_that_is_replaced_during_a_save_leaves_no_mixture(
     monkeypatch: pytest.MonkeyPatch,
     root: str,
