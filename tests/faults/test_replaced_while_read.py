@@ -99,11 +99,12 @@ def version_of(loaded: Any, parts: int = 1) -> int:
     return version
 
 
-def every_opening(place: Path, read: Callable[[], object]) -> Iterator[tuple[int, list[str]]]:
+def openings(place: Path, read: Callable[[], object]) -> range:
+    """Numbers of the files that a reader opens."""
     with at_open(place, -1, lambda: None) as names:
         read()
     assert len(names) > 12
-    yield from ((number, names) for number in range(len(names)))
+    return range(len(names))
 
 
 def test_a_load_gives_the_checkpoint_that_replaced_its_own(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_a_load_gives_the_checkpoint_that_replaced_its_own(tmp_path: Path) -> No
     place = tmp_path / "c"
     save(place, 1)
     found = []
-    for moment, _ in every_opening(place, lambda: shardstore.load(state(0), place)):
+    for moment in openings(place, lambda: shardstore.load(state(0), place)):
         save(place, 1)
         with at_open(place, moment, lambda: save(place, 2)):
             found.append(version_of(shardstore.load(state(0), place)))
@@ -121,7 +122,7 @@ def test_a_load_gives_the_checkpoint_that_replaced_its_own(tmp_path: Path) -> No
 def test_a_load_of_what_is_deleted(tmp_path: Path) -> None:
     place = tmp_path / "c"
     save(place, 1)
-    for moment, _ in every_opening(place, lambda: shardstore.load(state(0), place)):
+    for moment in openings(place, lambda: shardstore.load(state(0), place)):
         save(place, 1)
         with (
             at_open(place, moment, lambda: shutil.rmtree(place)),
@@ -155,7 +156,7 @@ def test_a_verification_of_a_replaced_checkpoint_finds_no_damage(tmp_path: Path)
     def look() -> bool:
         return verify(StoredCheckpoint(Location.of(place)), findings.append, threads=1).ok
 
-    for moment, _ in every_opening(place, look):
+    for moment in openings(place, look):
         save(place, 1)
         with at_open(place, moment, lambda: save(place, 2)):
             assert look()
