@@ -100,6 +100,21 @@ def _uploads(server: S3Server, bucket: str) -> list[str]:
     return [upload["UploadId"] for upload in found.get("Uploads") or []]
 
 
+def refusing(
+    proxy: FaultProxy, moment: int, count: int | None, *exported: Any
+) -> tuple[bool, bool]:
+    """Whether an export fails whose requests are refused from a moment on, and whether any was."""
+    proxy.rules[:] = [Rule(fault=Fault.DENIED, skip=moment, count=count)]
+    failed = False
+    try:
+        export(*exported)
+    except CheckpointingException:
+        failed = True
+    refused = proxy.rules[0].hits > 0
+    proxy.rules.clear()
+    return failed, refused
+
+
 @pytest.mark.parametrize("several", BOTH)
 def test_a_failure_at_any_request(s3_server: S3Server, several: bool) -> None:
     """The store refuses everything from a request on, as it does for a process that is gone."""
@@ -113,14 +128,7 @@ def test_a_failure_at_any_request(s3_server: S3Server, several: bool) -> None:
         options = s3_server.at(proxy.endpoint_url).storage_options
         for moment in itertools.count():
             export(place.url, 1, s3_server.storage_options)
-            proxy.rules[:] = [Rule(fault=Fault.DENIED, skip=moment, count=None)]
-            try:
-                export(place.url, 2, options, several)
-                failed = False
-            except CheckpointingException:
-                failed = True
-            refused = proxy.rules[0].hits > 0
-            proxy.rules.clear()
+            failed, refused = refusing(proxy, moment, None, place.url, 2, options, several)
             found = version_of(place)
             assert found in ((None, 1, 2) if failed else (2,)), moment
             export(place.url, 2, s3_server.storage_options, several)
@@ -131,7 +139,7 @@ def test_a_failure_at_any_request(s3_server: S3Server, several: bool) -> None:
             left = {*_uploads(s3_server, bucket)} - {theirs["UploadId"]}
             orphans += len(left - known)
             known |= left
-            if not failed and not refused:
+            if not refused:
                 break
     assert moment > 8
     assert theirs["UploadId"] in _uploads(s3_server, bucket)
@@ -151,14 +159,8 @@ def test_a_new_model_is_saved_again_without_overwrite(
     with FaultProxy(s3_server.endpoint_url) as proxy:
         for moment in itertools.count():
             place = Location.of(f"s3://{bucket}/{moment}", options)
-            proxy.rules[:] = [Rule(fault=Fault.DENIED, skip=moment, count=count)]
-            failed = False
-            try:
-                export(place.url, 2, s3_server.at(proxy.endpoint_url).storage_options, several)
-            except CheckpointingException:
-                failed = True
-            refused = proxy.rules[0].hits > 0
-            proxy.rules.clear()
+            through = s3_server.at(proxy.endpoint_url).storage_options
+            failed, refused = refusing(proxy, moment, count, place.url, 2, through, several)
             found = version_of(place)
             outcomes.add((failed, found))
             if found is None:
