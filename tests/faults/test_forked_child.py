@@ -250,10 +250,8 @@ for collects in (True, False):
 """
 
 
-def test_the_memory_of_a_forked_child_is_collected_unless_its_parents_is_not(
-    tmp_path: Path,
-) -> None:
-    """Which a commit in the background pauses for a moment."""
+def test_a_forked_child_collects_garbage_if_its_parent_does(tmp_path: Path) -> None:
+    """A commit in the background pauses the collector of the parent for a moment."""
     assert run(COLLECTS, tmp_path) == "3\n0\n"
 
 

@@ -17,7 +17,7 @@ def reported(seed: int, count: int, report: Path) -> None:
 
 
 def require_no_failure(folder: Path, seeds: range, count: int) -> None:
-    """Of so many inputs of each seed, in a process of its own."""
+    """Carry out so many inputs of each seed; each seed has a process of its own."""
     reports = {seed: folder / str(seed) for seed in seeds}
     jobs = start((reported, (seed, count, report)) for seed, report in reports.items())
     for job, report in zip(jobs, reports.values(), strict=True):
