@@ -14,7 +14,6 @@ import random
 import resource
 import signal
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,53 +80,47 @@ def _array(dtype: Any, shape: Any, data: Any) -> Call:
     return Call(reconstruct, np.ndarray, (0,), b"b", state=(1, shape, dtype, False, data))
 
 
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    "list of a range": lambda: dump_bytes(Call(list, range(10**9))),
-    "set of a range": lambda: dump_bytes(Call(set, range(10**9))),
-    "frozenset of a range": lambda: dump_bytes(Call(frozenset, range(10**9))),
-    "deque of a range": lambda: dump_bytes(Call(collections.deque, range(10**9))),
-    "size of a range": lambda: dump_bytes(Call(torch.Size, range(10**9))),
-    "fraction of a decimal": lambda: dump_bytes(
-        Call(fractions.Fraction, decimal.Decimal("1e100000000"))
+HOSTILE: dict[str, Any] = {
+    "list of a range": Call(list, range(10**9)),
+    "set of a range": Call(set, range(10**9)),
+    "frozenset of a range": Call(frozenset, range(10**9)),
+    "deque of a range": Call(collections.deque, range(10**9)),
+    "size of a range": Call(torch.Size, range(10**9)),
+    "fraction of a decimal": Call(fractions.Fraction, decimal.Decimal("1e100000000")),
+    "fraction of a text": Call(fractions.Fraction, "1e100000000"),
+    "bytearray": Call(bytearray, 4 << 30),
+    "bytes": Call(bytes, 4 << 30),
+    "tensor": Call(torch.Tensor, 1 << 30),
+    "storage": Call(torch.storage.UntypedStorage, 4 << 30),
+    "void": Call(np.float32(0).__reduce__()[0], np.dtype("V999999999"), b""),
+    "array": Call(np.ndarray, (1 << 29,)),
+    "array without its bytes": _array(np.dtype("f8"), (1 << 29,), b"x" * 8),
+    "array of negative shape": _array(np.dtype("f8"), (-1,), b"x" * 8),
+    "array of objects": _array(np.dtype("O"), (1,), b"x" * 8),
+    "array upon another": _array(np.dtype("f8"), (1,), np.frombuffer(b"x" * 8, np.uint8)),
+    "array of a list": _array(np.dtype("f8"), (1,), [1]),
+    "data type of any state": Call(
+        np.dtype, "f8", False, True, state=(3, "|", ("f4", (9,)), ("a",), {}, 999, 1, 63)
     ),
-    "fraction of a text": lambda: dump_bytes(Call(fractions.Fraction, "1e100000000")),
-    "bytearray": lambda: dump_bytes(Call(bytearray, 4 << 30)),
-    "bytes": lambda: dump_bytes(Call(bytes, 4 << 30)),
-    "tensor": lambda: dump_bytes(Call(torch.Tensor, 1 << 30)),
-    "storage": lambda: dump_bytes(Call(torch.storage.UntypedStorage, 4 << 30)),
-    "void": lambda: dump_bytes(Call(np.float32(0).__reduce__()[0], np.dtype("V999999999"), b"")),
-    "array": lambda: dump_bytes(Call(np.ndarray, (1 << 29,))),
-    "array without its bytes": lambda: dump_bytes(_array(np.dtype("f8"), (1 << 29,), b"x" * 8)),
-    "array of negative shape": lambda: dump_bytes(_array(np.dtype("f8"), (-1,), b"x" * 8)),
-    "array of objects": lambda: dump_bytes(_array(np.dtype("O"), (1,), b"x" * 8)),
-    "array upon another": lambda: dump_bytes(
-        _array(np.dtype("f8"), (1,), np.frombuffer(b"x" * 8, np.uint8))
-    ),
-    "array of a list": lambda: dump_bytes(_array(np.dtype("f8"), (1,), [1])),
-    "data type of any state": lambda: dump_bytes(
-        Call(np.dtype, "f8", False, True, state=(3, "|", ("f4", (9,)), ("a",), {}, 999, 1, 63))
-    ),
-    "data type that is never filled": lambda: dump_bytes(Call(np.dtype, "f8", False, True)),
-    "memo": lambda: archive(b"\x80\x02]r\xff\xff\xff\x7f."),
-    "buffer": lambda: archive(b"\x80\x05\x96" + (4 << 30).to_bytes(8, "little") + b"."),
-    "long bytes": lambda: archive(b"\x80\x04\x8e" + (4 << 30).to_bytes(8, "little") + b"."),
+    "data type that is never filled": Call(np.dtype, "f8", False, True),
+    "memo": archive(b"\x80\x02]r\xff\xff\xff\x7f."),
+    "buffer": archive(b"\x80\x05\x96" + (4 << 30).to_bytes(8, "little") + b"."),
+    "long bytes": archive(b"\x80\x04\x8e" + (4 << 30).to_bytes(8, "little") + b"."),
     "compressed": lambda: archive(
         b"\x80\x02X" + (300 << 20).to_bytes(4, "little") + bytes(300 << 20) + b".", None, 8
     ),
-    "larger than its storage": lambda: tensor(4, 1 << 30, {"data/0": bytes(16)}),
-    "larger than an empty storage": lambda: tensor(0, 1 << 30, {"data/0": b""}),
-    "larger than its record": lambda: tensor(1 << 30, 1 << 30, {"data/0": bytes(16)}),
-    "items into a tensor": lambda: archive(
+    "larger than its storage": tensor(4, 1 << 30, {"data/0": bytes(16)}),
+    "larger than an empty storage": tensor(0, 1 << 30, {"data/0": b""}),
+    "larger than its record": tensor(1 << 30, 1 << 30, {"data/0": bytes(16)}),
+    "items into a tensor": archive(
         b"\x80\x02(ctorch._utils\n_rebuild_tensor_v2\n("
         + storage(1)
         + (b"K\x00J\xff\xff\xff\x7f\x85K\x00\x85\x89}tRK\x00K\x01st."),
         {"data/0": bytes(4)},
     ),
-    "attribute of a value": lambda: dump_bytes(Call(getattr, decimal.Decimal, "from_float")),
-    "state of a function": lambda: archive(b"\x80\x02c_codecs\nencode\n}b."),
-    "call of a class by an old opcode": lambda: archive(
-        b"\x80\x02(J\xff\xff\xff\x7fitorch\nTensor\n."
-    ),
+    "attribute of a value": Call(getattr, decimal.Decimal, "from_float"),
+    "state of a function": archive(b"\x80\x02c_codecs\nencode\n}b."),
+    "call of a class by an old opcode": archive(b"\x80\x02(J\xff\xff\xff\x7fitorch\nTensor\n."),
 }
 """What costs more than it weighs, or writes where it should not."""
 
@@ -158,8 +151,10 @@ def refused_in(folder: str) -> list[str]:
 
 
 def test_hostile_files_are_refused_and_cost_nothing(tmp_path: Path) -> None:
-    for name, make in HOSTILE.items():
-        (tmp_path / name).write_bytes(make())
+    for name, value in HOSTILE.items():
+        made = value() if callable(value) else value
+        data = made if isinstance(made, bytes) else dump_bytes(made)
+        (tmp_path / name).write_bytes(data)
     for name, data in HOSTILE_OF_DCP.items():
         (tmp_path / name).write_bytes(data)
     refused = alone(refused_in, str(tmp_path))
