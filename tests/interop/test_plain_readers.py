@@ -1,14 +1,12 @@
 """A sharded checkpoint, written by four ranks, read by programs that know nothing of shardstore.
 
-Each reader is a process of its own. The first has only NumPy and what storage/FORMAT.md says; the
-others are zarr, xarray and TensorStore by themselves.
+Each reader is a process of its own. One has only NumPy and what storage/FORMAT.md says; the others
+are zarr, xarray and TensorStore by themselves.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.processes import run_to_end
+from tests.helpers.other_programs import INTERPRETERS, failures
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD_SIZE = 4
@@ -113,43 +111,23 @@ def _saved(root: Path, *, array_documents: bool) -> Path:
     return root
 
 
-def _interpreter(which: str) -> str:
-    if which == "here":
-        return sys.executable
-    folder = Path(__file__).resolve().parents[2] / ".envs" / "newest-zarr"
-    if not (folder / ".complete").exists():
-        pytest.skip("no environment with the newest zarr: scripts/newest_zarr_env makes it")
-    return str(folder / "bin" / "python")
+START = """
+import json, sys
+from pathlib import Path
+import numpy as np
+expected = json.loads((root.parent / "expected.json").read_text())
+def same(entry, array):
+    key, node, shape, name, file = entry
+    assert list(array.shape) == shape and str(array.dtype) == name, entry
+    assert np.ascontiguousarray(array).tobytes() == (root.parent / file).read_bytes(), entry
+"""
 
 
-def _run(
-    script: str, root: Path, never: str, which: str = "here"
-) -> subprocess.CompletedProcess[str]:
-    """Run a reader in an isolated process, in which the modules named by ``never`` must not be."""
-    start = """
-        import json, sys
-        from pathlib import Path
-        import numpy as np
-        root = Path(sys.argv[1])
-        expected = json.loads((root.parent / "expected.json").read_text())
-        def same(entry, array):
-            key, node, shape, name, file = entry
-            assert list(array.shape) == shape and str(array.dtype) == name, entry
-            assert np.ascontiguousarray(array).tobytes() == (root.parent / file).read_bytes(), entry
-    """
-    end = f"""
-        seen = [m for m in {never.split()!r} if m in sys.modules]
-        assert not seen, seen
-        print("finished")
-    """
-    program = "\n".join(map(textwrap.dedent, (start, script, end)))
-    return run_to_end([_interpreter(which), "-I", "-W", "error::UserWarning", "-c", program, root])
-
-
-def _check(script: str, root: Path, never: str, which: str = "here") -> None:
-    done = _run(script, root, never, which)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "finished\n"
+def _program(script: str, root: Path, never: str) -> str:
+    """A reader that ends with an error if one of the modules in ``never`` is there."""
+    begin = f"root = __import__('pathlib').Path({str(root)!r})"
+    end = f"seen = [m for m in {never.split()!r} if m in sys.modules]\nassert not seen, seen"
+    return "\n".join([begin, START, textwrap.dedent(script), end])
 
 
 FORMAT_READER = """
@@ -274,39 +252,35 @@ TENSORSTORE_READER = """
 """
 
 
-@pytest.mark.parametrize("place", ["checkpoint", "root_only"])
-def test_a_reader_made_from_the_format_page(request: pytest.FixtureRequest, place: str) -> None:
-    root: Path = request.getfixturevalue(place)
-    _check(FORMAT_READER, root, never="torch shardstore zarr tensorstore")
+OTHERS = "torch shardstore.storage.checkpoint shardstore.storage.format.documents"
 
 
-@pytest.mark.parametrize("place", ["checkpoint", "root_only"])
-@pytest.mark.parametrize("which", ["here", "newest"])
-@pytest.mark.parametrize("script", [ZARR_READER, XARRAY_READER], ids=["zarr", "xarray"])
+def test_a_reader_made_from_the_format_page(checkpoint: Path, root_only: Path) -> None:
+    never = "torch shardstore zarr tensorstore"
+    places = {"checkpoint": checkpoint, "root only": root_only}
+    programs = {name: _program(FORMAT_READER, root, never) for name, root in places.items()}
+    assert failures("here", "import numpy", programs) == {}
+
+
+@pytest.mark.parametrize("which", INTERPRETERS)
 def test_zarr_and_programs_that_use_it_read_a_checkpoint(
-    request: pytest.FixtureRequest, script: str, which: str, place: str
+    checkpoint: Path, root_only: Path, which: str
 ) -> None:
-    _check(
-        script,
-        request.getfixturevalue(place),
-        never="torch shardstore.storage.checkpoint shardstore.storage.format.documents",
-        which=which,
-    )
+    programs = {
+        f"{name}, {root.parent.name}": _program(script, root, OTHERS)
+        for name, script in {"zarr": ZARR_READER, "xarray": XARRAY_READER}.items()
+        for root in (checkpoint, root_only)
+    }
+    assert failures(which, "import numpy, xarray, zarr", programs) == {}
 
 
-@pytest.mark.parametrize("which", ["here", "newest"])
+@pytest.mark.parametrize("which", INTERPRETERS)
 def test_tensorstore_reads_a_checkpoint(checkpoint: Path, which: str) -> None:
-    _check(TENSORSTORE_READER, checkpoint, never="torch shardstore zarr", which=which)
+    program = _program(TENSORSTORE_READER, checkpoint, "torch shardstore zarr")
+    assert failures(which, "import numpy", {"tensorstore": program}) == {}
 
 
 def test_what_reads_by_an_arrays_own_path_finds_none_without_documents(root_only: Path) -> None:
-    done = _run(TENSORSTORE_READER, root_only, never="torch")
-    assert done.returncode != 0
-    assert "NOT_FOUND" in done.stderr
-    alone = "import zarr\nzarr.open_array(root / 'rows', mode='r')"
-    done = _run(alone, root_only, never="torch")
-    assert done.returncode != 0
-    assert "ArrayNotFoundError" in done.stderr
     # xarray as well as zarr, where it is told not to use the consolidated metadata.
     listing = """
         import warnings, xarray, zarr
@@ -314,20 +288,29 @@ def test_what_reads_by_an_arrays_own_path_finds_none_without_documents(root_only
         assert not list(zarr.open_group(root, mode="r", use_consolidated=False).keys())
         assert not xarray.open_zarr(root, chunks=None, consolidated=False).variables
     """
-    _check(listing, root_only, never="torch")
+    scripts = {
+        "tensorstore": TENSORSTORE_READER,
+        "zarr": "import zarr\nzarr.open_array(root / 'rows', mode='r')",
+        "listing": listing,
+    }
+    programs = {name: _program(script, root_only, "torch") for name, script in scripts.items()}
+    failed = failures("here", "import numpy, zarr", programs)
+    assert "NOT_FOUND" in failed.pop("tensorstore")
+    assert "ArrayNotFoundError" in failed.pop("zarr")
+    assert failed == {}
 
 
-@pytest.mark.parametrize("script", [ZARR_READER, TENSORSTORE_READER], ids=["zarr", "tensorstore"])
-def test_others_notice_a_flipped_bit_too(checkpoint: Path, script: str) -> None:
+def test_others_notice_a_flipped_bit_too(checkpoint: Path) -> None:
     chunk = checkpoint / "columns" / "c.0.1"
     good = chunk.read_bytes()
     damaged = np.frombuffer(good, np.uint8).copy()
     damaged[100] ^= 1
+    scripts = {"zarr": ZARR_READER, "tensorstore": TENSORSTORE_READER}
+    programs = {name: _program(script, checkpoint, "torch") for name, script in scripts.items()}
     try:
         chunk.write_bytes(damaged.tobytes())
-        done = _run(script, checkpoint, never="torch")
+        failed = failures("here", "import numpy", programs)
     finally:
         chunk.write_bytes(good)
-    assert done.returncode != 0
-    said = done.stderr.lower()
-    assert "crc32c" in said or "digest mismatch" in said
+    assert "digest mismatch" in failed["tensorstore"].lower()
+    assert "crc32c" in failed["zarr"].lower()

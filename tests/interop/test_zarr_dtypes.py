@@ -1,7 +1,7 @@
 """The data types that this package gives to zarr, against TensorStore, bit for bit.
 
-In this process: round trips in both directions and every fill value. In processes of their own,
-which import neither this package nor torch: groups of such arrays through zarr and xarray.
+In this process: round trips in both directions and every fill value. In isolated processes, which
+import neither this package nor torch: groups of such arrays through zarr and xarray.
 """
 
 from __future__ import annotations
@@ -10,29 +10,34 @@ import importlib
 import importlib.metadata
 import json
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 import tensorstore as ts
+import torch
 import zarr
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from zarr.buffer.cpu import NDBuffer
 from zarr.dtype import DataTypeValidationError, data_type_registry
 
+import shardstore
 import shardstore.zarr_dtypes as zd
+from shardstore import ShardedTensor
+from shardstore.storage.format import dtypes
+from tests.helpers.other_programs import INTERPRETERS, failures, interpreter
 from tests.helpers.processes import run_to_end
 
 ROOT = Path(__file__).parents[2]
 PAIRS = "float4_e2m1fn_x2"
 """The one type that ml_dtypes and TensorStore lack."""
 NAMES = [data_type._zarr_v3_name for data_type in zd.DATA_TYPES if data_type._zarr_v3_name != PAIRS]
-LAYOUTS = ["plain", "crc32c", "zstd", "sharded", "blosc", "big endian", "v2", "v2 zlib", "v2 blosc"]
+LAYOUTS = ["plain", "zstd", "sharded", "blosc", "big endian", "v2", "v2 zlib", "v2 blosc"]
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -60,68 +65,54 @@ def bit_arrays(draw: st.DrawFn) -> tuple[str, Bits, tuple[int, ...]]:
     return name, np.frombuffer(raw, dtype).reshape(shape), chunks
 
 
+BLOSC = {"cname": "lz4", "clevel": 5, "blocksize": 0}
+COMPRESSORS_V2 = {
+    "v2 zlib": {"id": "zlib", "level": 1},
+    "v2 blosc": {"id": "blosc", "shuffle": 1, **BLOSC},
+}
+
+
 def metadata(name: str, shape: tuple[int, ...], chunks: tuple[int, ...], layout: str) -> Any:
     """An array document, in TensorStore's spelling and the one on disk."""
     if layout.startswith("v2"):
-        compressors = {
-            "v2": None,
-            "v2 zlib": {"id": "zlib", "level": 1},
-            "v2 blosc": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0},
-        }
         return {
             "zarr_format": 2,
             "shape": list(shape),
             "chunks": list(chunks),
             "dtype": name,
-            "compressor": compressors[layout],
+            "compressor": COMPRESSORS_V2.get(layout),
             "fill_value": 0.0,
             "order": "C",
             "filters": None,
         }
-    endian = "big" if layout == "big endian" else "little"
-    codecs: list[Any] = [
-        {"name": "bytes", "configuration": {"endian": endian}}
-        if uint_of(name).itemsize > 1
-        else {"name": "bytes"}
-    ]
+    size = uint_of(name).itemsize
+    endian = {"endian": "big" if layout == "big endian" else "little"}
+    codecs = [codec("bytes", **(endian if size > 1 else {}))]
+    if layout == "zstd":
+        codecs += [codec("zstd", level=1)]
+    elif layout == "blosc":
+        codecs += [codec("blosc", shuffle="bitshuffle", typesize=size, **BLOSC)]
     grid = list(chunks)
-    codecs += {
-        "crc32c": [{"name": "crc32c"}],
-        "zstd": [{"name": "zstd", "configuration": {"level": 1}}],
-        "blosc": [
-            {
-                "name": "blosc",
-                "configuration": {
-                    "cname": "lz4",
-                    "clevel": 5,
-                    "shuffle": "bitshuffle",
-                    "typesize": uint_of(name).itemsize,
-                    "blocksize": 0,
-                },
-            }
-        ],
-    }.get(layout, [])
     if layout == "sharded":
         grid = [2 * n for n in chunks]
-        inner = {
-            "chunk_shape": list(chunks),
-            "codecs": codecs,
-            "index_codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "crc32c"},
-            ],
-        }
-        codecs = [{"name": "sharding_indexed", "configuration": inner}]
+        index = [codec("bytes", endian="little"), codec("crc32c")]
+        inner = {"chunk_shape": list(chunks), "codecs": codecs, "index_codecs": index}
+        codecs = [codec("sharding_indexed", **inner)]
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(shape),
         "data_type": name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": grid}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "chunk_grid": codec("regular", chunk_shape=grid),
+        "chunk_key_encoding": codec("default", separator="/"),
         "fill_value": 0.0,
         "codecs": codecs,
     }
+
+
+def codec(name: str, **configuration: Any) -> dict[str, Any]:
+    """A codec, or another extension, of an array document."""
+    return {"name": name, **({"configuration": configuration} if configuration else {})}
 
 
 def open_ts(path: Path, zarr_format: int, document: Any = None) -> ts.TensorStore:
@@ -145,31 +136,26 @@ def write_with_ts(path: Path, name: str, bits: Bits, chunks: tuple[int, ...], la
 def write_with_zarr(
     path: Path, name: str, bits: Bits, chunks: tuple[int, ...], layout: str
 ) -> None:
-    document = metadata(name, bits.shape, chunks, layout)
-    settings_of: dict[str, Any] = {"compressors": None}
-    if layout == "big endian":
-        settings_of["serializer"] = zarr.codecs.BytesCodec(
-            endian="big" if uint_of(name).itemsize > 1 else None
-        )
-    elif layout == "sharded":
-        settings_of["shards"] = tuple(2 * n for n in chunks)
-    elif layout == "zstd":
-        settings_of["compressors"] = zarr.codecs.ZstdCodec(level=1)
-    elif layout == "blosc":
-        settings_of["compressors"] = zarr.codecs.BloscCodec(cname="lz4", shuffle="bitshuffle")
-    elif layout == "crc32c":
-        settings_of["compressors"] = zarr.codecs.Crc32cCodec()
-    elif layout != "plain" and document["compressor"]:
-        settings_of["compressors"] = document["compressor"]
+    of_layout: dict[str, dict[str, Any]] = {
+        "big endian": {
+            "serializer": zarr.codecs.BytesCodec(
+                endian="big" if uint_of(name).itemsize > 1 else None
+            )
+        },
+        "sharded": {"shards": tuple(2 * n for n in chunks)},
+        "zstd": {"compressors": zarr.codecs.ZstdCodec(level=1)},
+        "blosc": {"compressors": zarr.codecs.BloscCodec(cname="lz4", shuffle="bitshuffle")},
+        "v2 zlib": {"compressors": COMPRESSORS_V2["v2 zlib"]},
+    }
     with zarr.config.set({"array.write_empty_chunks": True}):
         array = zarr.create_array(
             path,
             shape=bits.shape,
             chunks=chunks,
             dtype=getattr(ml_dtypes, name, name),
-            zarr_format=document["zarr_format"],
+            zarr_format=2 if layout.startswith("v2") else 3,
             fill_value="0x00" if name == PAIRS else 0,
-            **settings_of,
+            **{"compressors": None, **of_layout.get(layout, {})},
         )
         array[...] = bits.view(array.dtype)
 
@@ -179,21 +165,14 @@ round_trip_settings = settings(
 )
 
 
-@pytest.fixture
-def fresh(tmp_path: Path) -> Any:
-    """A new path at every call: hypothesis runs many examples within one test."""
-    numbers = iter(range(1_000_000))
-    return lambda: tmp_path / str(next(numbers))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(case=bit_arrays())
 @round_trip_settings
 def test_zarr_reads_what_tensorstore_wrote(
-    fresh: Any, layout: str, case: tuple[str, Bits, tuple[int, ...]]
+    tmp_path: Path, layout: str, case: tuple[str, Bits, tuple[int, ...]]
 ) -> None:
     name, bits, chunks = case
-    path = fresh()
+    path = tmp_path / uuid4().hex
     write_with_ts(path, name, bits, chunks, layout)
     array = zarr.open_array(path, mode="r")
     assert array.dtype.newbyteorder("=") == getattr(ml_dtypes, name)
@@ -206,11 +185,11 @@ def test_zarr_reads_what_tensorstore_wrote(
 @given(case=bit_arrays())
 @round_trip_settings
 def test_tensorstore_reads_what_zarr_wrote(
-    fresh: Any, layout: str, case: tuple[str, Bits, tuple[int, ...]]
+    tmp_path: Path, layout: str, case: tuple[str, Bits, tuple[int, ...]]
 ) -> None:
     name, bits, chunks = case
     assume(bits.ndim > 0 or layout != "sharded")  # zarr 3.1 cannot write this, of any data type
-    path = fresh()
+    path = tmp_path / uuid4().hex
     write_with_zarr(path, name, bits, chunks, layout)
     store = open_ts(path, 2 if layout.startswith("v2") else 3)
     assert store.dtype.name == name
@@ -232,44 +211,36 @@ def test_documents_of_both_writers_agree(tmp_path: Path, name: str) -> None:
             assert from_zarr["fill_value"] == from_ts["fill_value"] == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if uint_of(name).itemsize == 1])
-def test_every_fill_value_of_8_bits(name: str) -> None:
-    for bits in range(256):
+@pytest.mark.parametrize("name", NAMES)
+def test_fill_values_keep_their_bits(name: str) -> None:
+    """Every one of 8 bits; of bfloat16, NaNs, infinities, -0 and some hundred others."""
+    special = [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F81, 0x8000, 0x0001]
+    for bits in range(256) if uint_of(name).itemsize == 1 else [*special, *range(0, 1 << 16, 255)]:
         check_fill_value(name, bits)
 
 
-@given(bits=st.integers(0, 0xFFFF))
-def test_fill_values_of_bfloat16(bits: int) -> None:
-    check_fill_value("bfloat16", bits)
-
-
-@pytest.mark.parametrize("bits", [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F81, 0x8000, 0x0001])
-def test_special_fill_values_of_bfloat16(bits: int) -> None:
-    check_fill_value("bfloat16", bits)
+def bits_in(name: str, value: Any) -> int:
+    return int(bits_of(np.array([value], getattr(ml_dtypes, name)))[0])
 
 
 def check_fill_value(name: str, bits: int) -> None:
     """Through zarr's metadata and back, and as TensorStore understands the same metadata."""
     data_type = data_type_registry.get(name)()
     scalar = np.array([bits], uint_of(name)).view(getattr(ml_dtypes, name))[0]
-
-    def bits_in(value: Any) -> int:
-        return int(bits_of(np.array([value], getattr(ml_dtypes, name)))[0])
-
     text = data_type.to_json_scalar(scalar, zarr_format=3)
     assert json.loads(json.dumps(text, allow_nan=False)) == text
-    assert bits_in(data_type.from_json_scalar(text, zarr_format=3)) == bits
-    assert bits_in(ts_fill_value(name, text, 3)) == bits
+    assert bits_in(name, data_type.from_json_scalar(text, zarr_format=3)) == bits
+    assert bits_in(name, ts_fill_value(name, text, 3)) == bits
     hexadecimal = f"0x{bits:0{2 * uint_of(name).itemsize}x}"
-    assert bits_in(data_type.from_json_scalar(hexadecimal, zarr_format=3)) == bits
+    assert bits_in(name, data_type.from_json_scalar(hexadecimal, zarr_format=3)) == bits
     if np.isnan(float(scalar)) and text != "NaN":
         with pytest.raises(ValueError, match=hexadecimal):
             data_type.to_json_scalar(scalar, zarr_format=2)
         return
     text = data_type.to_json_scalar(scalar, zarr_format=2)
-    assert bits_in(data_type.from_json_scalar(text, zarr_format=2)) == bits
+    assert bits_in(name, data_type.from_json_scalar(text, zarr_format=2)) == bits
     if name != "float8_e8m0fnu" or isinstance(text, str) or bits == 0:  # see the module docstring
-        assert bits_in(ts_fill_value(name, text, 2)) == bits
+        assert bits_in(name, ts_fill_value(name, text, 2)) == bits
 
 
 def ts_fill_value(name: str, text: Any, zarr_format: int) -> Any:
@@ -285,14 +256,10 @@ def ts_fill_value(name: str, text: Any, zarr_format: int) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_fill_values_that_metadata_may_hold(name: str) -> None:
     data_type = data_type_registry.get(name)()
-
-    def bits_in(value: Any) -> int:
-        return int(bits_of(np.array([value], getattr(ml_dtypes, name)))[0])
-
     formats: tuple[Literal[2, 3], ...] = (2, 3)
     for zarr_format in formats:
         read = data_type.from_json_scalar("NaN", zarr_format=zarr_format)
-        assert bits_in(read) == bits_in(ts_fill_value(name, "NaN", zarr_format))
+        assert bits_in(name, read) == bits_in(name, ts_fill_value(name, "NaN", zarr_format))
         assert float(data_type.from_json_scalar(2, zarr_format=zarr_format)) == 2
         for text in ("Infinity", "-Infinity"):
             if name in ("bfloat16", "float8_e5m2"):
@@ -387,98 +354,46 @@ def test_entry_points_are_installed() -> None:
     assert ndbuffer is NDBuffer
 
 
-# What follows runs in processes of its own, isolated (-I): they see only what is installed.
+# What follows runs in isolated processes (-I): they see only what is installed.
 
 
-def interpreter(which: str) -> str:
-    if which == "here":
-        return sys.executable
-    env_dir = ROOT / ".envs" / "newest-zarr"
-    if not (env_dir / ".complete").exists():
-        pytest.skip(
-            "no environment with the newest zarr: scripts/newest_zarr_env makes it where there is "
-            "a Python 3.12 or newer"
-        )
-    return str(env_dir / "bin" / "python")
-
-
-def run_alone(which: str, script: str, *args: Path) -> str:
-    """Run ``script`` where nothing of this package is imported; zarr may import the plugin."""
-    start = "import json, sys\nfrom pathlib import Path\nimport numpy as np\nimport zarr\n"
-    end = (
-        "\nassert 'torch' not in sys.modules, 'torch was imported'"
-        # The package itself and the limits that it sets for TensorStore, one small module.
-        "\nplugin = {'shardstore', 'shardstore.zarr_dtypes', 'shardstore.storage',"
-        " 'shardstore.storage.stores', 'shardstore.storage.stores.tensorstore_environment'}"
-        "\nmore = {m for m in sys.modules if m.startswith('shardstore')} - plugin"
-        "\nassert not more, more"
-        "\nprint('finished')\n"
-    )
-    script = start + textwrap.dedent(script) + end
-    done = run_to_end([interpreter(which), "-I", "-W", "error::UserWarning", "-c", script, *args])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("finished\n")
-    return done.stdout
-
-
-@pytest.mark.parametrize("which", ["here", "newest"])
-def test_zarr_finds_the_types_where_warnings_are_errors(which: str) -> None:
-    """As in programs tested by pytest with ``filterwarnings = error``."""
-    script = "import zarr, shardstore.zarr_dtypes as found; print(len(found.DATA_TYPES))"
-    done = run_to_end([interpreter(which), "-W", "error", "-c", script], cwd=ROOT)
-    assert (done.returncode, done.stdout.strip()) == (0, str(len(zd.DATA_TYPES))), done.stderr
-
-
-def write_group(root: Path, zarr_format: int) -> None:
-    """Arrays of every data type by TensorStore, and the root document by hand."""
-    members: dict[str, Any] = {}
+def write_group(root: Path, zarr_format: Any) -> None:
+    """Arrays of every data type by TensorStore, and consolidated metadata."""
+    zarr.create_group(root, zarr_format=zarr_format)
     for number, name in enumerate(NAMES):
         dtype = uint_of(name)
-        rng = np.random.default_rng(number)
-        bits = rng.integers(0, 1 << (8 * dtype.itemsize), (5, 3), dtype=dtype)
+        bits = np.random.default_rng(number).integers(0, 1 << (8 * dtype.itemsize), (5, 3), dtype)
         np.save(root.parent / f"{name}.npy", bits)
         document = metadata(name, bits.shape, (2, 3), "plain" if zarr_format == 3 else "v2")
         dims = [f"{name}.0", f"{name}.1"]
-        if zarr_format == 3:
-            document |= {"dimension_names": dims, "attributes": {}}
-        else:
-            document["fill_value"] = None
-        open_ts(root / name, zarr_format, document).write(
-            bits.view(getattr(ml_dtypes, name))
-        ).result()
-        if zarr_format == 3:
-            members[name] = document
-        else:
+        document |= {"dimension_names": dims} if zarr_format == 3 else {"fill_value": None}
+        store = open_ts(root / name, zarr_format, document)
+        store.write(bits.view(getattr(ml_dtypes, name))).result()
+        if zarr_format == 2:
             (root / name / ".zattrs").write_text(json.dumps({"_ARRAY_DIMENSIONS": dims}))
-            members[f"{name}/.zarray"] = document
-            members[f"{name}/.zattrs"] = {"_ARRAY_DIMENSIONS": dims}
-    if zarr_format == 3:
-        root_document = {
-            "zarr_format": 3,
-            "node_type": "group",
-            "attributes": {},
-            "consolidated_metadata": {
-                "kind": "inline",
-                "must_understand": False,
-                "metadata": members,
-            },
-        }
-        (root / "zarr.json").write_text(json.dumps(root_document))
-    else:
-        (root / ".zgroup").write_text('{"zarr_format": 2}')
-        members[".zgroup"] = {"zarr_format": 2}
-        document = {"zarr_consolidated_format": 1, "metadata": members}
-        (root / ".zmetadata").write_text(json.dumps(document))
+    zarr.consolidate_metadata(root, zarr_format=zarr_format)
 
 
-@pytest.fixture(params=[2, 3], ids=["v2", "v3"])
-def group(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    write_group(tmp_path / "group", request.param)
-    return tmp_path / "group"
+def write_checkpoint(place: Path) -> None:
+    """A checkpoint of this package with a tensor of every data type, and its bits beside it."""
+    state: dict[str, Any] = {"iteration": 1}
+    stored = [name for name in dtypes.names() if not name.startswith("complex")]
+    assert {*NAMES, PAIRS} <= set(stored)
+    for name in stored:
+        dtype, numbers = getattr(torch, name), torch.arange(24).reshape(4, 6)
+        data = (numbers % 2).to(torch.uint8) if name == "bool" else numbers.to(torch.uint8) * 10
+        data = data.view(dtype) if dtype.itemsize == 1 else numbers.to(dtype)
+        bits = data.view(getattr(torch, f"uint{8 * data.element_size()}"))
+        np.save(place.parent / f"{name}.npy", bits.numpy())
+        state[name] = ShardedTensor.from_rank_offsets(name, data)
+    shardstore.save(state, place)
 
 
 SAME_BITS = """
-root = Path(sys.argv[1])
+import json, sys
+from pathlib import Path
+import numpy as np
+import zarr
 def same(name, values):
     expected = np.load(root.parent / f"{name}.npy")
     values = np.ascontiguousarray(values)
@@ -486,15 +401,22 @@ def same(name, values):
     assert (values.view(expected.dtype) == expected).all(), name
 names = sorted(p.stem for p in root.parent.glob("*.npy"))
 """
-
-
+END = """
+assert "torch" not in sys.modules
+# The package itself and the limits that it sets for TensorStore, one small module.
+plugin = {"shardstore", "shardstore.zarr_dtypes", "shardstore.storage",
+    "shardstore.storage.stores", "shardstore.storage.stores.tensorstore_environment"}
+more = {m for m in sys.modules if m.startswith("shardstore")} - plugin
+assert not more, more
+"""
 BY_ZARR = """
 group = zarr.open_group(root, mode="r", use_consolidated=CONSOLIDATED)
 assert (group.metadata.consolidated_metadata is not None) == CONSOLIDATED
 assert sorted(group.keys()) == names
 assert sorted(name for name, _ in group.members()) == names
 assert sorted(group.array_keys()) == names
-assert not NEWEST or all(name in str(group.tree()) for name in names)
+if which == "newest":
+    assert all(name in str(group.tree()) for name in names)
 for name in names:
     same(name, group[name][...])
     same(name, np.concatenate([group[name][:2], group[name][2:]]))
@@ -518,48 +440,6 @@ GROUPS = {
     "xarray": BY_XARRAY,
 }
 """Programs that read a group."""
-READERS = [(how, which) for how in GROUPS for which in ("here", "newest")]
-# Older releases of zarr look data types up only once a group was opened.
-READERS.remove(("an array first", "here"))
-# Of the newest release, those that ask for no more than the others do.
-SLOW = ("zarr", "zarr.open", "an array first, the module imported")
-
-
-@pytest.mark.parametrize(
-    ("how", "which"),
-    [
-        pytest.param(how, which, marks=[pytest.mark.long] * (which == "newest" and how in SLOW))
-        for how, which in READERS
-    ],
-)
-def test_groups_are_read_with_nothing_imported(group: Path, how: str, which: str) -> None:
-    program = GROUPS[how].replace("NEWEST", str(which == "newest"))
-    run_alone(which, SAME_BITS + program, group)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of this package with a tensor of every data type, and its bits beside it."""
-    torch = pytest.importorskip("torch")
-    import shardstore
-    from shardstore.mapping import ShardedTensor
-    from shardstore.storage.format import dtypes
-
-    path = tmp_path_factory.mktemp("checkpoint") / "step-1"
-    state: dict[str, Any] = {"iteration": 1}
-    stored = [name for name in dtypes.names() if not name.startswith("complex")]
-    assert {*NAMES, PAIRS} <= set(stored)
-    for name in stored:
-        dtype, numbers = getattr(torch, name), torch.arange(24).reshape(4, 6)
-        data = (numbers % 2).to(torch.uint8) if name == "bool" else numbers.to(torch.uint8) * 10
-        data = data.view(dtype) if dtype.itemsize == 1 else numbers.to(dtype)
-        bits = data.view(getattr(torch, f"uint{8 * data.element_size()}"))
-        np.save(path.parent / f"{name}.npy", bits.numpy())
-        state[name] = ShardedTensor.from_rank_offsets(name, data)
-    shardstore.save(state, str(path))
-    return path
-
-
 CHECKPOINTS = {
     "zarr": """
 group = zarr.open_group(root, mode="r")
@@ -577,32 +457,68 @@ for name in names:
 """,
 }
 """Programs that read a checkpoint."""
+CREATED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+CREATES = f"""
+import ml_dtypes
+group = zarr.create_group(root)
+for name in {CREATED}:
+    data = np.arange(24).reshape(4, 6).astype(getattr(ml_dtypes, name))
+    array = group.create_array(name, shape=(4, 6), chunks=(3, 4), dtype=name)
+    assert array.dtype == data.dtype
+    array[...] = data
+assert len(list(group.members())) == 3
+"""
 
 
-@pytest.mark.parametrize("which", ["here", "newest"])
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_checkpoints_are_read_by_other_programs(checkpoint: Path, how: str, which: str) -> None:
-    run_alone(which, SAME_BITS + CHECKPOINTS[how], checkpoint)
+@pytest.fixture(scope="module", params=INTERPRETERS)
+def others(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, str]]:
+    """A folder, and the tracebacks of the programs that failed, by the kind of what they read.
+
+    Nothing is imported before a program begins but zarr and xarray.
+    """
+    folder, which = tmp_path_factory.mktemp("others"), request.param
+    programs = {"created": (folder / "created", CREATES)}
+    for kind in ("v2", "v3", "checkpoint"):
+        (root := folder / kind / "group").parent.mkdir()
+        if kind == "checkpoint":
+            write_checkpoint(root)
+        else:
+            write_group(root, int(kind[1]))
+        readers = CHECKPOINTS if kind == "checkpoint" else GROUPS
+        programs |= {f"{kind}: {how}": (root, text) for how, text in readers.items()}
+    if which == "here":  # older releases look data types up only once a group was opened
+        del programs["v2: an array first"], programs["v3: an array first"]
+    texts = {
+        name: f"root, which = __import__('pathlib').Path({str(root)!r}), {which!r}\n"
+        f"{SAME_BITS}\n{text}\n{END}"
+        for name, (root, text) in programs.items()
+    }
+    return folder, failures(which, "import numpy, xarray, zarr", texts)
 
 
-@pytest.mark.parametrize("which", ["here", "newest"])
-def test_plain_zarr_creates_them_in_a_group(tmp_path: Path, which: str) -> None:
+def test_groups_are_read_with_nothing_imported(others: tuple[Path, dict[str, str]]) -> None:
+    assert not [text for name, text in others[1].items() if name.startswith(("v2", "v3"))]
+
+
+def test_checkpoints_are_read_by_other_programs(others: tuple[Path, dict[str, str]]) -> None:
+    assert not [text for name, text in others[1].items() if name.startswith("checkpoint")]
+
+
+def test_plain_zarr_creates_them_in_a_group(others: tuple[Path, dict[str, str]]) -> None:
     """Written there by zarr alone, under the registered name, then read here by TensorStore."""
-    run_alone(
-        which,
-        """
-        import ml_dtypes
-        group = zarr.create_group(sys.argv[1])
-        for name in "bfloat16", "float8_e4m3fn", "float8_e5m2":
-            data = np.arange(24).reshape(4, 6).astype(getattr(ml_dtypes, name))
-            array = group.create_array(name, shape=(4, 6), chunks=(3, 4), dtype=name)
-            assert array.dtype == data.dtype
-            array[...] = data
-        assert len(list(group.members())) == 3
-        """,
-        tmp_path / "made",
-    )
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+    folder, failed = others
+    assert "created" not in failed
+    for name in CREATED:
         data = np.arange(24).reshape(4, 6).astype(getattr(ml_dtypes, name))
-        read = open_ts(tmp_path / "made" / name, 3).read().result()
+        read = open_ts(folder / "created" / name, 3).read().result()
         np.testing.assert_array_equal(bits_of(read), bits_of(data))
+
+
+@pytest.mark.parametrize("which", INTERPRETERS)
+def test_zarr_finds_the_types_where_warnings_are_errors(which: str) -> None:
+    """As in programs tested by pytest with ``filterwarnings = error``."""
+    script = "import zarr, shardstore.zarr_dtypes as found; print(len(found.DATA_TYPES))"
+    done = run_to_end([interpreter(which), "-W", "error", "-c", script], cwd=ROOT)
+    assert (done.returncode, done.stdout.strip()) == (0, str(len(zd.DATA_TYPES))), done.stderr
