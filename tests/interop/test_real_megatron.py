@@ -6,45 +6,18 @@ loads everything that was written here for it, and saves.
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-import shardstore
-from shardstore import mapping
 from tests.golden import states
+from tests.helpers.golden_ranks import save, wrong
 from tests.helpers.processes import run_to_end
-from tests.helpers.ranks_helper import run_ranks
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.long, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
-Cases = list[tuple[states.Layout, str, Path]]
-"""A layout, a backend (for a save) and a place."""
-
-
-def save_rank(rank: int, world_size: int, cases: Cases) -> None:
-    for layout, backend, place in cases:
-        shardstore.save(
-            states.build(mapping, layout, rank),
-            place,
-            sharded_strategy=(backend, 1),
-            content_metadata=states.CONTENT_METADATA,
-        )
-
-
-def load_rank(rank: int, world_size: int, cases: Cases) -> list[str]:
-    """What this rank read wrongly."""
-    wrong = []
-    for layout, _, place in cases:
-        with torch.serialization.safe_globals([io.BytesIO]):
-            loaded = shardstore.load(states.build(mapping, layout, rank, empty=True), place)
-        assert loaded.pop("content_metadata") == states.CONTENT_METADATA
-        wrong += states.differences(loaded, states.expected(mapping, layout, rank))
-    return wrong
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +46,10 @@ def run_megatron(python: Path, layout: str, *actions: str, newest: bool = False)
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints, written by 1, 2 and 4 ranks."""
     folder = tmp_path_factory.mktemp("ours")
-    for world, layouts in ((1, ["tp1dp1"]), (2, ["tp2dp1"]), (4, ["tp2dp2", "tp1dp4"])):
-        cases = [(states.Layout.parse(name), "zarr", folder / name) for name in layouts]
-        if world == 4:
-            cases.append((states.Layout(2, 2), "torch_dist", folder / "torch_dist"))
-            cases.append((states.Layout(2, 2, flat=False), "torch_dist", folder / "whole"))
-        run_ranks(save_rank, world, cases)
+    for name in ("tp1dp1", "tp2dp1", "tp2dp2", "tp1dp4"):
+        save(states.Layout.parse(name), "zarr", folder / name)
+    save(states.Layout(2, 2), "torch_dist", folder / "torch_dist")
+    save(states.Layout(2, 2, flat=False), "torch_dist", folder / "whole")
     return folder
 
 
@@ -92,8 +63,7 @@ def test_megatron_and_we_read_each_others_checkpoints(
     written = [f"{place.name}={place}" for place in theirs]
     run_megatron(python, layout, *read, *written)
     for wanted in (states.Layout(1, 1), states.Layout(2, 1)):
-        cases = [(wanted, "", place) for place in theirs]
-        assert not any(run_ranks(load_rank, wanted.world_size, cases))
+        assert wrong(wanted, *theirs) == []
 
 
 def test_the_present_one_and_we_read_what_the_other_wrote(
@@ -104,4 +74,4 @@ def test_the_present_one_and_we_read_what_the_other_wrote(
     actions = [f"load={ours / 'whole'}", f"torch_dist={theirs}"]
     run_megatron(python, "tp2dp1-whole", *actions, newest=True)
     for layout in (states.Layout(1, 1, flat=False), states.Layout(1, 2, flat=False)):
-        assert not any(run_ranks(load_rank, layout.world_size, [(layout, "", theirs)]))
+        assert wrong(layout, theirs) == []
