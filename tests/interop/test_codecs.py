@@ -41,7 +41,6 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "columns first": (3, {"filters": zarr.codecs.TransposeCodec(order=(1, 0))}),
     "a compressor of numcodecs": (3, {"compressors": of_numcodecs.Zlib(level=3)}),
     "a filter of numcodecs": (3, {"filters": of_numcodecs.Delta(dtype="<f4")}),
-    "a serialiser of numcodecs": (3, {"serializer": of_numcodecs.PCodec(level=3)}),
     "shards": (3, {"shards": (8, 6), "compressors": of_numcodecs.LZ4()}),
     "F order": (2, {"order": "F"}),
     "F order, packed": (2, {"order": "F", "compressors": numcodecs.Zlib()}),
@@ -54,7 +53,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "lzma": (2, {"compressors": numcodecs.LZMA()}),
 }
-KINDS = {name: kind for name, kind in KINDS.items() if name != "a serialiser of numcodecs"}
+FEW = ("v2 chunk keys", "a compressor of numcodecs", "F order", "filters and slashes")
+"""Of each format, one kind that TensorStore reads, and one that it does not."""
 
 
 def put(url: str, names: list[str], options: dict[str, Any] | None = None) -> None:
@@ -89,14 +89,14 @@ def assert_read(url: str, names: list[str], options: dict[str, Any] | None = Non
 def test_open_reads_them(tmp_path: Path, s3_server: S3Server, zarr_format: int) -> None:
     """Through TensorStore, or through zarr if TensorStore cannot, from every store."""
     names = of_format(zarr_format)
-    s3 = f"s3://{s3_server.new_bucket()}/x.zarr"
-    for url, options in (
-        (str(tmp_path / "x.zarr"), None),
-        (f"memory://codecs-{uuid4().hex}/x.zarr", None),
-        (s3, s3_server.storage_options),
+    few = [name for name in names if name in FEW]
+    for url, read, options in (
+        (str(tmp_path / "x.zarr"), names, None),
+        (f"memory://codecs-{uuid4().hex}/x.zarr", few, None),
+        (f"s3://{s3_server.new_bucket()}/x.zarr", few, s3_server.storage_options),
     ):
-        put(url, names, options)
-        assert_read(url, names, options)
+        put(url, read, options)
+        assert_read(url, read, options)
     alone = shardstore.open(tmp_path / "x.zarr" / names[0].replace(" ", "_"))
     assert np.array_equal(next(iter(alone.values()))[...], expected())
 

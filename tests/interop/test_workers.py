@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import multiprocessing
+import os
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,27 +24,30 @@ from shardstore import ShardedObject, ShardedTensor
 from shardstore.errors import ArgumentError, MissingKeyError, NotACheckpointError, StorageError
 from testing.s3_servers import S3Server
 
-START_METHODS = ["spawn", "forkserver"]
 
-
-def state(first: float = 0) -> dict[str, Any]:
+def state() -> dict[str, Any]:
     return {
-        "w": ShardedTensor.from_rank_offsets("w", torch.arange(first, first + 40).view(10, 4)),
+        "w": ShardedTensor.from_rank_offsets("w", torch.arange(40.0).view(10, 4)),
         "half": ShardedTensor.from_rank_offsets("half", torch.ones(3).bfloat16()),
         "o": ShardedObject("o", {"seed": 1}, (1,), (0,)),
         "step": 7,
     }
 
 
-@pytest.fixture(scope="module", params=START_METHODS)
-def workers(request: pytest.FixtureRequest) -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context(request.param)
+@pytest.fixture(scope="module")
+def workers() -> Iterator[ProcessPoolExecutor]:
+    """One process."""
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         yield pool
 
 
 def read(array: Any) -> Any:
     return array[2:4]
+
+
+def set_variables(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
 
 
 def unpickled(work: Any, data: bytes) -> Any:
@@ -83,7 +87,7 @@ def test_opened_arrays_travel_to_worker_processes(
 def test_arrays_travel_to_workers_of_a_data_loader(tmp_path: Path, start_method: str) -> None:
     shardstore.save(state(), tmp_path / "c")
     loader = DataLoader(
-        Rows(tmp_path / "c"), batch_size=5, num_workers=2, multiprocessing_context=start_method
+        Rows(tmp_path / "c"), batch_size=5, num_workers=1, multiprocessing_context=start_method
     )
     assert torch.equal(torch.cat(list(loader)), torch.arange(40.0).view(10, 4))
 
@@ -191,20 +195,22 @@ def test_a_url_with_a_user_does_not_travel(user: str) -> None:
 
 
 def test_arrays_of_an_object_store_travel_to_workers(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, workers: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Credentials come from the worker's own variables."""
     url, options = f"s3://{s3_server.new_bucket()}/run", s3_server.storage_options
     shardstore.save(state(), url, storage_options=options)
     with pytest.raises(ArgumentError, match="option key"):
         pickle.dumps(shardstore.open(url, options))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, s3_server.environment[name])
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    variables = {name: s3_server.environment[name] for name in names}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     named = {name: options[name] for name in ("client_kwargs", "config_kwargs")}
     array = shardstore.open(url, named)["w"]
     assert s3_server.secret.encode() not in pickle.dumps(array)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert np.array_equal(pool.submit(read, array).result(), array[2:4])
+    workers.submit(set_variables, variables).result()
+    assert np.array_equal(workers.submit(read, array).result(), array[2:4])
 
 
 def test_an_array_that_was_removed(tmp_path: Path) -> None:
