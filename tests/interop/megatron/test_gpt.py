@@ -30,10 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(version: str, layout: tuple[int, int], actions: list[list[Any]], **task: Any) -> None:
     """Run ``gpt.py`` with a release of Megatron-Core, in its environment or here to install."""
     task |= {"tp": layout[0], "pp": layout[1], "actions": [[*one, {}][:3] for one in actions]}
-    program = PROGRAMS / "gpt.py"
-    megatron_releases.run(
-        version, program, json.dumps(task, default=str), alone=not task.get("install")
-    )
+    program = PROGRAMS / "gpt.py", json.dumps(task, default=str)
+    megatron_releases.run(version, *program, alone=not task.get("install"))
 
 
 def loads(folder: Path, *names: str) -> list[list[Any]]:
@@ -61,7 +59,7 @@ def test_0_15_reads_that_and_writes(folder: Path) -> None:
 
 
 def test_0_19_reads_that_and_writes(folder: Path) -> None:
-    actions = loads(folder, "d15", "d19", "own15")
+    actions = loads(folder, "d15", "own15")
     actions += [["load", folder / "d19", {"verify_integrity": True}]]
     actions += [["save", folder / "own19", {"verify_integrity": True}]]
     run("0.19.2", (2, 1), actions)
