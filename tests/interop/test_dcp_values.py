@@ -1,8 +1,11 @@
-"""Values that are no tensors, saved through PyTorch DCP: no pickle on disk, unless asked for."""
+"""What this package and PyTorch DCP save and load for each other: each tensor, list and object has
+its kind and value again, or an error says why not. No value is pickled on disk, unless asked for.
+"""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import logging
@@ -10,6 +13,7 @@ import pickletools
 import random
 import zipfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from typer.testing import CliRunner
 
 import shardstore
@@ -30,9 +36,12 @@ from shardstore.errors import (
     ArgumentError,
     CheckpointingException,
     DamagedCheckpointError,
+    DTypeMismatchError,
+    KeyNameError,
     UnsafeObjectError,
 )
 from shardstore.storage import checkpoint
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from tests.helpers.nested import same
@@ -71,19 +80,48 @@ def values() -> State:
     }
 
 
+def common() -> State:
+    """Tensors among other values, in every kind of structure."""
+    return {
+        "x": torch.arange(6).reshape(2, 3),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+        "list": [torch.ones(2), 5, {"t": torch.zeros(1), "n": "x"}],
+        "last": [1, 2, torch.ones(1)],
+        "values": [1, [2, "x"], {"a": None}],
+        "tuple": (1, torch.full((2,), 4.0), "x"),
+        "size": torch.Size([2, 3]),
+        "deep": {"a": {"b": 0.5}},
+    }
+
+
+def sharded() -> State:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
+
+
 def blank(state: Any) -> Any:
+    """The same structure with other values."""
     if isinstance(state, dict):
         return {key: blank(value) for key, value in state.items()}
-    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
+    if isinstance(state, list):
+        return [blank(value) for value in state]
+    return torch.full_like(state, -1) if isinstance(state, torch.Tensor) else None
 
 
 def save(state: State, place: Path, **options: Any) -> None:
     dcp.save(state, storage_writer=StorageWriter(place, **options), no_dist=True)
 
 
-def load(wanted: State, place: Path) -> State:
-    dcp.load(wanted, storage_reader=StorageReader(place), no_dist=True)
+def load(wanted: State, place: Path, **options: Any) -> State:
+    dcp.load(wanted, storage_reader=StorageReader(place, **options), no_dist=True)
     return wanted
+
+
+def cause(call: Callable[[], object]) -> BaseException:
+    """The error of the rank in the error of DCP that a call raises."""
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    return next(iter(caught.value.failures.values()))[0]
 
 
 def is_pickle(path: Path) -> bool:
@@ -186,15 +224,9 @@ def test_long_values_are_converted(place: Path, tmp_path: Path) -> None:
 # -- what has no JSON form -------------------------------------------------------------------------
 
 
-def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
-    return next(iter(caught.value.failures.values()))[0]
-
-
 def test_a_class_is_refused(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "mine": {"deep": [1, Opaque()]}}
-    with pytest.raises(CheckpointException) as caught:
-        save(state, tmp_path / "c")
-    error = cause(caught)
+    error = cause(lambda: save(state, tmp_path / "c"))
     assert isinstance(error, CheckpointingException)
     assert error.key == "mine.deep"
     for part in ("'mine.deep'", "test_dcp_values.Opaque", "state_dict()", "allow_pickle=True"):
@@ -254,11 +286,14 @@ def test_a_class_is_saved_and_loaded_where_pickle_is_allowed(
     assert "1 value(s) have no JSON form and are pickled: 'mine'" in caplog.text
     assert [path.name for path in files(tmp_path / "c") if is_pickle(path)] == ["shard_0_1.pt"]
     wanted = {"w": torch.zeros(2), "mine": None}
-    with pytest.raises(CheckpointException, match="add_safe_globals") as caught:
-        load(wanted, tmp_path / "c")
-    assert isinstance(cause(caught), UnsafeObjectError)
+    error = cause(lambda: load(wanted, tmp_path / "c"))
+    assert isinstance(error, UnsafeObjectError)
+    assert "add_safe_globals" in str(error)
+    with pytest.raises(UnsafeObjectError, match="add_safe_globals"):
+        shardstore.load({"w": torch.zeros(2)}, tmp_path / "c")
     with torch.serialization.safe_globals([Opaque]):
         assert load(wanted, tmp_path / "c")["mine"].held == 5
+        assert shardstore.load({"w": torch.zeros(2)}, tmp_path / "c")["mine"].held == 5
     with install(allow_pickle=True):
         dcp.save(state, checkpoint_id=str(tmp_path / "i"), no_dist=True)
     assert [path.name for path in files(tmp_path / "i") if is_pickle(path)] == ["shard_0_1.pt"]
@@ -272,25 +307,35 @@ def test_allow_pickle_must_be_a_bool(given: Any) -> None:
 
 
 def save_by_ranks(rank: int, world_size: int, place: str) -> str:
-    state = {"w": torch.ones(2), "mine": Opaque()}
     try:
-        dcp.save(state, storage_writer=StorageWriter(place))
+        dcp.save({"w": torch.ones(2), "mine": Opaque()}, storage_writer=StorageWriter(place))
     except CheckpointException as error:
         told = str(error)
     else:
         told = ""
     # All have left the save, and the next one is not held up by it.
     dist.barrier()
-    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(place))
+    # One row: rank 1 holds none of it, and has no item at all.
+    mesh, shape = init_device_mesh("cpu", (world_size,)), torch.Size([1, 2])
+    local = torch.ones(1 - rank, 2)
+    row = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(2, 1))
+    dcp.save({"w": row}, storage_writer=StorageWriter(place))
     return told
 
 
-def test_every_rank_is_told(tmp_path: Path) -> None:
+def test_every_rank_is_told_and_the_next_commit_says_what_each_did(tmp_path: Path) -> None:
     for told in run_ranks(save_by_ranks, 2, str(tmp_path / "c")):
         assert "'mine'" in told
         assert "allow_pickle=True" in told
-    assert is_checkpoint(Location.of(tmp_path / "c"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+    root = StoredCheckpoint(Location.of(tmp_path / "c")).root
+    assert root is not None
+    commit = root.attributes["shardstore"]["commit"]
+    ranks = commit["ranks"]
+    assert ranks["bytes"] == [commit["stored_bytes"], 0]
+    assert ranks["chunks"] == [commit["chunks"], 0]
+    assert len(ranks["write_s"]) == len(ranks["plan_s"]) == 2
+    assert all(seconds > 0 for seconds in ranks["plan_s"])
 
 
 def test_the_root_is_not_parsed_for_each_object(
@@ -312,3 +357,79 @@ def test_the_root_is_not_parsed_for_each_object(
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert state == {f"o{i}": i for i in range(9)}
     assert len(calls) < len(state)
+
+
+# -- what this package saved -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_common_values_through_dcp(tmp_path: Path, shard: bool) -> None:
+    expected = {"w": torch.arange(4.0), **common()}
+    state = shardstore.shard(common()) if shard else common()
+    shardstore.save({**sharded(), **state}, tmp_path / "c")
+    wanted = blank(expected)
+    memory = wanted["x"].data_ptr()
+    load(wanted, tmp_path / "c")
+    assert wanted["x"].data_ptr() == memory
+    assert same(wanted, expected)
+
+
+def test_what_dcp_saved_by_shardstore(tmp_path: Path) -> None:
+    state = common()
+    save(copy.deepcopy(state), tmp_path / "c")
+    loaded = shardstore.load(blank(state), tmp_path / "c")
+    assert isinstance(loaded, dict)
+    assert same(loaded, state)
+    # Without its tensors, a list holds the other values.
+    alone = shardstore.load_common_state_dict(tmp_path / "c")
+    assert alone["list"] == [5, {"n": "x"}]
+    assert alone["last"] == [1, 2]
+    assert alone["values"] == state["values"]
+    assert same(alone["tuple"], state["tuple"])
+
+
+def test_sharded_objects_through_dcp(tmp_path: Path) -> None:
+    state: State = {
+        **sharded(),
+        "one": ShardedObject("rng/one", {"a": [1, 2]}, (1,), (0,)),
+        "two": [ShardedObject("rng/two", i, (2,), (i,)) for i in range(2)],
+    }
+    shardstore.save(state, tmp_path / "c")
+    wanted: State = {"rng/one": None, "rng/two/shard_0_2": None, "rng/two/shard_1_2": None}
+    load(wanted, tmp_path / "c")
+    assert wanted == {"rng/one": {"a": [1, 2]}, "rng/two/shard_0_2": 0, "rng/two/shard_1_2": 1}
+
+
+def test_common_tensors_are_not_cast_silently(tmp_path: Path) -> None:
+    shardstore.save({**sharded(), "x": torch.arange(3)}, tmp_path / "c")
+    wanted = {"x": torch.zeros(3)}
+    error = cause(lambda: load(wanted, tmp_path / "c"))
+    assert isinstance(error, DTypeMismatchError)
+    assert "'x'" in str(error)
+    load(wanted, tmp_path / "c", cast=True)
+    assert wanted["x"].tolist() == [0, 1, 2]
+    lossy = {"x": torch.zeros(3, dtype=torch.bool)}
+    assert isinstance(cause(lambda: load(lossy, tmp_path / "c", cast=True)), DTypeMismatchError)
+
+
+def test_a_value_of_another_kind_is_an_error(tmp_path: Path) -> None:
+    shardstore.save({**sharded(), "x": torch.arange(3)}, tmp_path / "c")
+    assert "x" in str(cause(lambda: load({"x": 5}, tmp_path / "c")))
+    assert "Size mismatch" in str(cause(lambda: load({"x": torch.zeros(4).long()}, tmp_path / "c")))
+    assert "Missing key" in str(cause(lambda: load({"y": None}, tmp_path / "c")))
+
+
+def test_values_whose_keys_meet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shardstore.save({**sharded(), "a": {"b.c": 1}, "a.b": {"c": 2}}, tmp_path / "two")
+    error = cause(lambda: load({"w": torch.zeros(4)}, tmp_path / "two"))
+    # DCP raises one of its own with the text of ours.
+    assert "two common values have the same flat key" in str(error)
+    assert "a.b.c" in str(error)
+    with pytest.raises(KeyNameError, match=r"a\.b\.c"):
+        StorageReader(tmp_path / "two").read_metadata()
+    shardstore.save({"m": sharded(), "w": 3}, tmp_path / "one")
+    wanted = {"w": torch.zeros(4)}
+    with caplog.at_level(logging.WARNING):
+        load(wanted, tmp_path / "one")
+    assert wanted["w"].tolist() == [0, 1, 2, 3]
+    assert "same key" in caplog.text
