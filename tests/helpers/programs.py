@@ -1,7 +1,7 @@
 """Runs what a page prints: its programs and its shell commands, in order, in one folder.
 
-torchrun starts the first program that wants several ranks, if asked to, and all of them if another
-Python is given; the others find in their environment what torchrun would have put there.
+torchrun starts the programs that want a certain number of ranks, if asked to, and all of them if
+another Python is given; the others find in their environment what torchrun would have put there.
 
 A comment before a block says how: ``<!-- ranks: 4 -->`` a program on so many ranks, ``none`` for a
 reader that must not need torch, ``alone`` for a program that starts ranks itself, ``s3`` for one
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from types import ModuleType
 
 import torch.distributed as dist
@@ -64,21 +66,20 @@ def run_page(
     folder: Path,
     store: Mapping[str, str],
     *,
-    torchrun: bool = False,
+    torchrun: int = 0,
     python: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Run all blocks; ``store`` is the environment of those that need a bucket, and ``python`` that
-    of another environment, if any."""
+    """Run all blocks; ``store`` is the environment of those that need a bucket, ``torchrun`` the
+    ranks of programs that it starts, and ``python`` that of another environment, if any."""
     for number, block in enumerate(blocks(page)):
         environment = dict(store) if block.where == "s3" else {}
         if block.how == "ranks":
-            several = block.where.isdecimal() and int(block.where) > 1
             file, own = folder / f"block_{number}.py", python is not None
-            _program(block, file, environment, own or (torchrun and several), python)
-            torchrun = torchrun and not several
+            _program(block, file, environment, own or block.where == str(torchrun), python)
         elif block.how == "run":
-            for line in block.text.splitlines():
-                _command(line, folder, environment, python)
+            for position, line in enumerate(block.text.splitlines()):
+                file = folder / f"command_{number}_{position}.py"
+                _command(line, file, environment, python)
 
 
 def _program(
@@ -159,17 +160,24 @@ def _main(file: str, environment: Mapping[str, str], arguments: Sequence[str]) -
     exec(compile(Path(file).read_text("utf-8"), file, "exec"), vars(program))
 
 
+_SHARDSTORE = "import runpy\nrunpy.run_module('shardstore', run_name='__main__')\n"
+
+
 def _command(
-    line: str,
-    folder: Path,
-    environment: Mapping[str, str],
-    python: str | os.PathLike[str] | None,
+    line: str, file: Path, environment: Mapping[str, str], python: str | os.PathLike[str] | None
 ) -> None:
+    """Run a command; ``shardstore`` in a process that need not import torch again, or with the
+    other Python by bash."""
     command, _, comment = line.partition(" #")
-    python = python or sys.executable
-    command = re.sub(r"^python\b", str(python), command)
-    command = re.sub(r"^shardstore\b", f"{python} -m shardstore", command)
-    done = _run(["bash", "-c", command], folder, environment)
+    if python is None:
+        program, *words = shlex.split(Template(command).safe_substitute(environment))
+        assert program == "shardstore", line
+        file.write_text(_SHARDSTORE, encoding="utf-8")
+        done = run_forked(file, 1, environment, *words)
+    else:
+        command = re.sub(r"^python\b", str(python), command)
+        command = re.sub(r"^shardstore\b", f"{python} -m shardstore", command)
+        done = _run(["bash", "-c", command], file.parent, environment)
     expected = 1 if "exits with 1" in comment else 0
     assert done.returncode == expected, f"{line}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, line
