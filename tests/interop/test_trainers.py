@@ -1,5 +1,5 @@
-"""Real trainers over shardstore: the programs of their guides, and those that call PyTorch DCP
-somewhere inside, by one line: torchtitan's checkpoint manager, Lightning's Fabric and Trainer."""
+"""Real trainers over shardstore: the programs of their guides, and Lightning's Fabric and Trainer,
+which call PyTorch DCP somewhere inside, by one line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import zarr
 import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
-from tests.helpers.processes import run_to_end
-from tests.helpers.programs import run_page
+from tests.helpers.programs import run_page, run_text
 from tests.helpers.trainers import for_bridge, run, whole
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
@@ -34,23 +33,6 @@ def test_guide(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("BUCKET", s3_server.new_bucket())
     run_page(guide.read_text(encoding="utf-8"), tmp_path, {}, python=python)
-
-
-@pytest.mark.long
-def test_torchtitan(python: Path, tmp_path: Path, s3_server: S3Server) -> None:
-    """On disk in the background, in a store in the foreground."""
-    url = f"s3://{s3_server.new_bucket()}/run"
-    run(python, "titan.py", tmp_path, "async", url, "disabled", **s3_server.environment)
-    for root, options in ((str(tmp_path), {}), (url, s3_server.storage_options)):
-        folder = Location.of(f"{root}/checkpoint", options)
-        assert shardstore.latest(folder.url, storage_options=options) == f"{folder.url}/step-8"
-        steps = set(folder.listing())
-        assert "step-2" not in steps  # its own retention removed it
-        assert {"step-6", "step-8"} <= steps
-        for step in steps:
-            assert whole(f"{folder.url}/{step}", **options)
-    group = zarr.open_group(tmp_path / "checkpoint" / "step-8", mode="r")
-    assert group["0.weight"].shape == (10, 6)
 
 
 BOTH = pytest.mark.parametrize("how", [{}, {"ASYNCHRONOUS": "1"}], ids=["foreground", "background"])
@@ -118,16 +100,29 @@ def test_lightning_in_a_store(
         assert stored[key].shape == (10, 6)
 
 
-def test_the_module_does_not_import_lightning(python: Path) -> None:
+def test_no_module_imports_its_trainer(tmp_path: Path) -> None:
+    """Modules in the places of the trainers can be imported."""
+    trainers = "lightning lightning_fabric megatron pytorch_lightning torchtitan verl"
+    for name in trainers.split():
+        (tmp_path / f"{name}.py").touch()
     program = """if True:
-        import sys
-        import shardstore.lightning
-        names = {name.partition(".")[0] for name in sys.modules}
-        assert not names & {"lightning", "lightning_fabric", "pytorch_lightning"}
-        import importlib.util
-        assert importlib.util.find_spec("lightning")  # it could have been imported
+        import importlib, sys
+        sys.path.insert(0, sys.argv[1])
+        import shardstore.bridge, shardstore.lightning, shardstore.torchtitan, shardstore.verl
+        shardstore.bridge.CheckpointManager
+        try:
+            shardstore.verl.install(storage_options="x")
+        except ValueError as error:
+            assert "storage_options" in str(error), error
+        else:
+            raise AssertionError
+        trainers = set(sys.argv[2:])
+        assert not trainers & set(sys.modules)
+        for name in trainers:
+            assert importlib.import_module(name).__file__ == f"{sys.argv[1]}/{name}.py"
     """
-    assert run_to_end([python, "-c", program]).returncode == 0
+    done = run_text(program, tmp_path, *trainers.split())
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ import pytest
 from shardstore.bridge import NEWEST
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
-from tests.helpers.programs import run_text
 from tests.helpers.trainers import for_bridge, run_torchrun, whole
 
 PROGRAM = "bridge_manager.py"
@@ -115,11 +114,3 @@ def test_wrong_options_and_an_abandoned_save(python: Path, tmp_path: Path) -> No
     (found,) = runs(python, {"load": b, "tp": 2})
     assert found["from"] == 6
     assert all(found["error"].startswith("ArgumentError") for found in errors)
-
-
-def test_the_trainer_is_imported_on_the_first_use() -> None:
-    program = (
-        "import sys, shardstore.bridge; shardstore.bridge.CheckpointManager; "
-        "assert not any(name.startswith('megatron') for name in sys.modules)"
-    )
-    assert run_text(program).returncode == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import zarr
 from safetensors.torch import load_file
 
 import shardstore
@@ -20,9 +21,11 @@ PROGRAM = "titan_manager.py"
 EVERY_2 = {"interval": 2}
 
 
-def runs(python: Path, *asked: dict[str, Any], ranks: int = 2) -> list[dict[str, Any]]:
+def runs(
+    python: Path, *asked: dict[str, Any], ranks: int = 2, **environment: str
+) -> list[dict[str, Any]]:
     """What each of several runs found, all in the same processes."""
-    output = run(python, PROGRAM, *map(json.dumps, asked), ranks=ranks)
+    output = run(python, PROGRAM, *map(json.dumps, asked), ranks=ranks, **environment)
     return [json.loads(line) for line in output.splitlines()]
 
 
@@ -30,11 +33,6 @@ def killed(python: Path, asked: dict[str, Any]) -> None:
     ended = run_torchrun(python, PROGRAM, json.dumps(asked))
     assert ended.returncode != 0
     assert "SIGKILL" in ended.stderr, ended.stderr[-20000:]
-
-
-def test_the_module_does_not_import_torchtitan(python: Path) -> None:
-    program = "import sys, shardstore.torchtitan; assert 'torchtitan' not in sys.modules"
-    assert run_to_end([python, "-c", program]).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +79,33 @@ def test_a_killed_run_resumes_with_the_same_losses(
     assert manager.steps() == [8, 10]  # keep_latest_k
     for step in manager.steps():
         assert whole(manager.url(step), **(options or {}))
+
+
+@pytest.mark.long
+def test_its_own_manager_saves_and_resumes_once_dcp_is_installed(
+    python: Path, unbroken: dict[bool, list[float]], tmp_path: Path, s3_server: S3Server
+) -> None:
+    """On disk in the background, in a store in the foreground."""
+    url = f"s3://{s3_server.new_bucket()}/run"
+    places = ((str(tmp_path), "async", {}), (url, "disabled", s3_server.storage_options))
+    asked = []
+    for root, mode, _ in places:
+        config = {**EVERY_2, "keep_latest_k": 2, "async_mode": mode}
+        own = {"base": root, "manager": "torchtitan", "installed": True, "config": config}
+        asked += [{**own, "steps": 8}, {**own, "steps": 10, "seed": 1}]
+    found = runs(python, *asked, **s3_server.environment)
+    for resumed in found[1::2]:
+        assert (resumed["from"], resumed["losses"]) == (8, unbroken[False][8:])
+    for root, _, options in places:
+        folder = Location.of(f"{root}/checkpoint", options)
+        assert shardstore.latest(folder.url, storage_options=options) == f"{folder.url}/step-10"
+        steps = set(folder.listing())
+        assert "step-2" not in steps  # its own retention removed it
+        assert {"step-8", "step-10"} <= steps
+        for step in steps:
+            assert whole(f"{folder.url}/{step}", **options)
+    group = zarr.open_group(tmp_path / "checkpoint" / "step-10", mode="r")
+    assert group["0.weight"].shape == (10, 6)
 
 
 @pytest.mark.long
@@ -244,8 +269,9 @@ def test_the_last_step_is_exported(
 @pytest.fixture
 def main_branch(python: Path) -> None:
     """Skip the test where torchtitan's managers have no storage, as in 0.3.0."""
-    program = "from torchtitan.components.checkpointer import CheckpointStorage"
-    if run_to_end([python, "-c", program]).returncode:
+    find = "import importlib.util as u; print(u.find_spec('torchtitan').origin)"
+    package = Path(run_to_end([python, "-c", find]).stdout.strip()).parent
+    if "CheckpointStorage" not in (package / "components/checkpointer/__init__.py").read_text():
         pytest.skip("this torchtitan has no CheckpointStorage: 0.3.0; its main branch has")
 
 

@@ -62,20 +62,6 @@ def test_a_store_and_another_number_of_ranks(
     assert again == pytest.approx({3: losses[3]}, rel=1e-4)
 
 
-def test_the_module_does_not_import_verl(python: Path) -> None:
-    program = (
-        "import sys, shardstore.verl\n"
-        "try:\n"
-        "    shardstore.verl.install(storage_options='x')\n"
-        "except ValueError as error:\n"
-        "    assert 'storage_options' in str(error), error\n"
-        "else:\n"
-        "    raise AssertionError\n"
-        "assert 'verl' not in sys.modules\n"
-    )
-    subprocess.run([python, "-c", program], check=True, timeout=120)
-
-
 @pytest.mark.long
 def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
     program = (

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.optimizer import default_adamw
 from torchtitan.config import Function
 
+import shardstore.dcp
 import shardstore.torchtitan
 
 
@@ -45,6 +47,7 @@ class Asked:
         config: options of the manager.
         base: the manager's base folder.
         manager: ``"shardstore"``, or ``"torchtitan"`` for its own manager.
+        installed: whether DCP uses this package, see ``shardstore.dcp.install``.
         seed: seed of the first weights.
         load_step: the step to load; -1: the newest.
         last: the step that is the last of the training.
@@ -65,6 +68,7 @@ class Asked:
     config: dict[str, Any] = field(default_factory=dict)
     base: str = ""
     manager: str = "shardstore"
+    installed: bool = False
     seed: int = 0
     load_step: int = -1
     last: int = 0
@@ -237,6 +241,8 @@ def one(asked: Asked) -> dict[str, Any]:
             assert run.progress.step == asked.steps
         if asked.seam:
             found["seam"] = _use_the_seam(run)
+        if asked.manager == "torchtitan":
+            run.manager.maybe_wait_for_saving()
         run.manager.close()
     except Exception as error:
         if not asked.expect or asked.expect not in str(error):
@@ -275,7 +281,9 @@ def main() -> None:
     """All runs."""
     dist.init_process_group("gloo")
     for text in sys.argv[1:]:
-        found = one(Asked(**json.loads(text)))
+        asked = Asked(**json.loads(text))
+        with shardstore.dcp.install() if asked.installed else nullcontext():
+            found = one(asked)
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
         dist.barrier()
