@@ -38,12 +38,11 @@ from torch.distributed.tensor import DTensor, Shard
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointExistsError, CheckpointingException
-from shardstore.inspection.verify import verify
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_ours
 from shardstore.storage.stores.location import Location
 from tests.helpers.programs import run_text
 from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.trainers import whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -66,10 +65,6 @@ def loaded_by(reader: FileSystemReader) -> dict[str, Any]:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return torch.equal(a["model"]["w"], b["model"]["w"]) and a["step"] == b["step"]
-
-
-def whole(place: Path) -> bool:
-    return verify(StoredCheckpoint(Location.of(place)), lambda finding: None).ok
 
 
 @pytest.fixture
