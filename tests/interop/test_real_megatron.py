@@ -6,40 +6,16 @@ loads everything that was written here for it, and saves.
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.golden import states
 from tests.helpers.golden_ranks import save, wrong
-from tests.helpers.processes import run_to_end
+from tests.helpers.megatron_releases import ROOT, run
 
-ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "golden" / "megatron_ranks.py"
 pytestmark = [pytest.mark.long, pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    found = ROOT / ".envs" / "megatron" / "bin" / "python"
-    probe = [found, "-c", "import psutil"]
-    if not found.is_file() or subprocess.run(probe, capture_output=True, check=False).returncode:
-        pytest.skip("no environment with megatron-core and psutil: scripts/megatron_env makes it")
-    return found
-
-
-def run_megatron(python: Path, layout: str, *actions: str, newest: bool = False) -> None:
-    environment = dict(os.environ)
-    if newest:
-        where = python.parents[1]
-        assert (where / "0.19.2").is_dir(), "scripts/megatron_env unpacks it"
-        environment["PYTHONPATH"] = f"{where / '0.19.2'}:{where / 'triton'}"
-    done = run_to_end(
-        [python, "-W", "ignore", ROOT / "tests/golden/megatron_ranks.py", layout, *actions],
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +31,21 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", ["tp1dp2", "tp2dp1"])
 def test_megatron_and_we_read_each_others_checkpoints(
-    tmp_path: Path, ours: Path, python: Path, layout: str
+    tmp_path: Path, ours: Path, layout: str
 ) -> None:
     read = [f"load={place}" for place in ours.iterdir() if place.name != "whole"]
     backends = ("zarr", "torch_dist")
     theirs = [tmp_path / backend for backend in backends]
     written = [f"{place.name}={place}" for place in theirs]
-    run_megatron(python, layout, *read, *written)
+    run("0.15.3", PROGRAM, layout, *read, *written, alone=True)
     for wanted in (states.Layout(1, 1), states.Layout(2, 1)):
         assert wrong(wanted, *theirs) == []
 
 
-def test_the_present_one_and_we_read_what_the_other_wrote(
-    tmp_path: Path, ours: Path, python: Path
-) -> None:
+def test_the_present_one_and_we_read_what_the_other_wrote(tmp_path: Path, ours: Path) -> None:
     """The present one has no flattened ranges and no zarr any more."""
     theirs = tmp_path / "theirs"
     actions = [f"load={ours / 'whole'}", f"torch_dist={theirs}"]
-    run_megatron(python, "tp2dp1-whole", *actions, newest=True)
+    run("0.19.2", PROGRAM, "tp2dp1-whole", *actions, alone=True)
     for layout in (states.Layout(1, 1, flat=False), states.Layout(1, 2, flat=False)):
         assert wrong(layout, theirs) == []

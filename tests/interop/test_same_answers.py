@@ -7,15 +7,13 @@ are asked again.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import run_to_end
+from tests.helpers.megatron_releases import ROOT, run
 from tests.helpers.same_answers import answers
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "megatron-core-0.15.3-answers.json"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,16 +38,9 @@ def test_answers_are_those_of_megatron() -> None:
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.1", "0.19.2"])
 def test_megatron_still_answers_so(tmp_path: Path, version: str) -> None:
-    found = ROOT / ".envs" / "megatron"
-    if not (found / version).is_dir():
-        pytest.skip("no environment with releases of megatron-core: scripts/megatron_env makes it")
     told = tmp_path / "answers.json"
     program = ROOT / "tests" / "helpers" / "same_answers.py"
-    done = run_to_end(
-        [found / "bin" / "python", program, "megatron.core.dist_checkpointing", told],
-        env={**os.environ, "PYTHONPATH": f"{found / version}:{found / 'triton'}"},
-    )
-    assert done.returncode == 0, done.stderr
+    run(version, program, "megatron.core.dist_checkpointing", told, alone=True)
     given, wanted = json.loads(told.read_text()), json.loads(GOLDEN.read_text())
     if version != "0.15.3":  # it has no flattened ranges
         gone = {name for name in wanted if name.startswith(("range", "flat "))}

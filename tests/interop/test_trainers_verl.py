@@ -14,7 +14,8 @@ import zarr
 import shardstore
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
-from tests.helpers.trainers import ROOT, run, whole
+from tests.helpers.megatron_releases import ENVIRONMENT
+from tests.helpers.trainers import run, whole
 
 PROGRAM = "verl_fsdp2.py"
 SEAM = {"VERL_USE_EXTERNAL_MODULES": "shardstore.verl"}
@@ -125,10 +126,9 @@ saving.save_checkpoint(place + "2", max_ckpt_to_keep=1)
 @pytest.mark.long
 @pytest.mark.parametrize("version", ["0.15.3", "0.19.2"])
 def test_the_functions_of_the_megatron_engine(python: Path, tmp_path: Path, version: str) -> None:
-    megatron = ROOT / ".envs" / "megatron"
-    if not (megatron / version).is_dir():
+    if not (ENVIRONMENT / version).is_dir():
         pytest.skip("no environment with megatron-core: scripts/megatron_env makes it")
-    path = os.pathsep.join(map(str, (megatron / version, megatron / "triton")))
+    path = os.pathsep.join(map(str, (ENVIRONMENT / version, ENVIRONMENT / "triton")))
     run(python, "verl_megatron.py", tmp_path, PYTHONPATH=path)
     place = tmp_path / "dist_ckpt"
     assert whole(place)
