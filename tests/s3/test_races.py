@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +21,11 @@ from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.location import Location
 from testing.s3_proxy import Fault, FaultProxy
-from testing.s3_servers import EmbeddedServer, S3Server
+from testing.s3_servers import S3Server, embedded_server, radosgw
 from tests.helpers.s3_checkpoints import Run
 
 COMMITTERS = 8
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple[list[int], bytes]:
@@ -147,12 +153,34 @@ def test_a_store_that_ignores_conditions_is_refused_or_taken_as_it_is(s3_server:
         assert run.version(1) == 1
 
 
+@pytest.fixture(scope="module", params=["embedded", "radosgw"])
+def mortal(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[S3Server, Callable[[], object], Callable[[], object]]]:
+    """A server that no other test uses, how to kill it, how to start it again."""
+    if request.param == "embedded":
+        with embedded_server(tmp_path_factory.mktemp("mortal")) as own:
+            yield own.server, own.kill, own.start
+        return
+    request.getfixturevalue("radosgw_server")
+    if os.getuid() != 0:
+        pytest.skip("only root can start a Ceph gateway, kill it and start it again")
+
+    def script(what: str) -> None:
+        command = [SCRIPTS / "s3_server", what, "mortal"]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+
+    script("start")
+    server = radosgw("mortal")
+    assert server is not None
+    yield server, partial(script, "kill"), partial(script, "start")
+    script("kill")
+
+
 @pytest.mark.parametrize("after", [9, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 14))])
-def test_a_server_killed_in_mid_save_and_started_again(
-    own_s3_server: EmbeddedServer, after: int
-) -> None:
+def test_a_server_killed_in_mid_save_and_started_again(mortal: tuple[Any, ...], after: int) -> None:
     """The moment is counted in requests; the save rides it out or says what happened."""
-    server = own_s3_server.server
+    server, kill, start = mortal
     with FaultProxy(server.endpoint_url) as proxy:
         run = Run.new(server.at(proxy.endpoint_url), server)
         run.save_directly(1)
@@ -161,8 +189,8 @@ def test_a_server_killed_in_mid_save_and_started_again(
         def murder() -> None:
             while proxy.count("PUT") < after and not saved.is_set():
                 time.sleep(0.002)
-            own_s3_server.kill()
-            own_s3_server.start()
+            kill()
+            start()
 
         proxy.latency_s = 0.02
         murderer = threading.Thread(target=murder)
