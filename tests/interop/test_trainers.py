@@ -18,7 +18,6 @@ from tests.helpers.trainers import for_bridge, run, whole
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "guides" / "trainers").glob("*.md"))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("guide", PAGES, ids=lambda page: page.stem)
 def test_guide(
     python: Path,
