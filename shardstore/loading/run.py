@@ -305,7 +305,7 @@ def _tell_of_arrays(
     if strict_tells or not lost or not are_adopted(matched.wanted.found):  # else keys are no paths
         return
     arrays: ShardedStateDict = {}
-    with suppress(NotImplementedError, errors.CheckpointingException):  # of another program
+    with suppress(Exception):  # of a strategy of another program; the load has succeeded
         arrays = called(matched.for_tensors.load_tensors_metadata, context)
     above = ((key, accumulate(key.split("."), "{}.{}".format)) for key in arrays)
     if found := sorted(key for key, names in above if not lost.isdisjoint(names)):

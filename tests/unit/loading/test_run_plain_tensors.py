@@ -153,20 +153,24 @@ def test_arrays_in_the_places_of_other_values_are_told(
     assert not caplog.messages
 
 
-class _ListsNothing(ZarrLoadShardedStrategy):
-    """As a strategy of a program that never lists what is stored."""
+class _Lists(ZarrLoadShardedStrategy):
+    """As a strategy of another program, whose list of what is stored fails."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
-        raise NotImplementedError
+        raise self.error
 
 
-def test_a_strategy_that_does_not_list_its_tensors_loads_without_the_warning(
-    tmp_path: Path,
+@pytest.mark.parametrize("error", [NotImplementedError(), KeyError("x"), OSError("gone")], ids=repr)
+def test_a_strategy_that_cannot_list_its_tensors_loads_without_the_warning(
+    tmp_path: Path, error: Exception
 ) -> None:
     shardstore.save(shardstore.shard({"w": torch.ones(1)}), tmp_path / "c")
-    shards = shardstore.shard({"w": torch.zeros(1)})
-    strategy = _ListsNothing()
-    found = shardstore.load({**shards, "new": 5}, tmp_path / "c", sharded_strategy=strategy)
+    state = {**shardstore.shard({"w": torch.zeros(1)}), "new": 5}
+    found = shardstore.load(state, tmp_path / "c", sharded_strategy=_Lists(error))
     assert found == {"w": torch.ones(1)}
 
 
