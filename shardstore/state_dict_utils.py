@@ -293,10 +293,9 @@ class StateSplit:
 
     def _hold(self, held: HeldShards, path: dict_utils.Path) -> _Walked:
         """Add the shards of a tensor."""
-        before = len(self.shards)
         for shard in held.shards:
             self._leaf(shard, path, built=True)
-        is_left_out = held.shards and len(self.shards) == before
+        is_left_out = self._keys is not None and dict_utils.dotted(path) not in self._keys
         return {_SHARDED}, {} if is_left_out or not self._loading else {_LOCAL: held.tensor}
 
     def _build(

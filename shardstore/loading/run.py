@@ -617,7 +617,8 @@ def match_keys(request: LoadRequest, opened: OpenedLoad) -> Matched:
         held = {at: one for at, one in held.items() if dotted(at) not in arrays}
         for at, one in held.items():
             require_fitting(one.shards, _at(common, at), url, context.cast)
-        keys = {item.key for _, item in wanted.shards} - {*map(dotted, held)}
+        keys = {item.key for _, item in wanted.shards} | {*map(dotted, adoption.held)}
+        keys -= {*map(dotted, held)}
         wanted = StateSplit(state, loading=True, adopt=adoption, keys=keys)
     items: ShardedStateDict = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     missing, unexpected = set[str](), set[str]()
@@ -627,8 +628,10 @@ def match_keys(request: LoadRequest, opened: OpenedLoad) -> Matched:
         )
         stored = {item.key for item in found} - {COMMON_OBJECT}
         kept, missing, unexpected = validation.compare_keys(items, request.mode, requested, stored)
-        if kept is not items:
-            keys = {item.key for item in kept.values()}
+        # With DTensors of which this rank holds nothing.
+        named = {*map(dotted, adoption.held.keys() - held.keys())}
+        if kept is not items or named - stored:
+            keys = {item.key for item in kept.values()} | named & stored
             wanted = StateSplit(state, loading=True, adopt=adoption, keys=keys)
             items = {str(number): one for number, (_, one) in enumerate(wanted.shards)}
     elif any(wanted.empty) and request.validate_access_integrity:

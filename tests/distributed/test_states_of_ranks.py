@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardstore
@@ -390,3 +390,31 @@ def test_ranks_load_their_parts_of_what_one_process_saved_whole(tmp_path: Path) 
     shardstore.save(state, tmp_path / "c")
     assert list(shardstore.open(tmp_path / "c")) == []
     run_ranks(_of_one_process, 2, str(tmp_path / "c"))
+
+
+def _of_fewer_elements(rank: int, world_size: int, places: list[str]) -> None:
+    every, first = init_device_mesh("cpu", (world_size,)), DeviceMesh("cpu", [0])
+
+    def one(mesh: DeviceMesh) -> DTensor:
+        """Return a tensor of one element, which rank 0 holds."""
+        about = {"run_check": False, "shape": (1,), "stride": (1,)}
+        return DTensor.from_local(torch.zeros(int(rank == 0)), mesh, [Shard(0)], **about)
+
+    for place in places:
+        for mesh in (every, first):  # the other rank is not in the second mesh
+            for strict, more in (("assume_ok_unexpected", {}), ("ignore_all", {"x": one(mesh)})):
+                given = {"w": one(mesh), "list": [one(mesh)], "step": 0, **more}
+                found: Any = shardstore.load(given, place, strict=strict)
+                assert found.keys() == {"w", "list", "step"}  # what is stored nowhere is left out
+                assert found["w"] is given["w"]
+                assert found["list"][0] is given["list"][0]
+                if rank == 0:
+                    assert found["w"].to_local().tolist() == [5]
+                    assert found["list"][0].to_local().tolist() == [7]
+
+
+def test_ranks_that_hold_no_element_load_what_one_process_saved(tmp_path: Path) -> None:
+    state = {"w": torch.tensor([5.0]), "list": [torch.tensor([7.0])], "step": 3}
+    shardstore.save(state, tmp_path / "common")
+    shardstore.save(shardstore.shard(state), tmp_path / "arrays")
+    run_ranks(_of_fewer_elements, 2, [str(tmp_path / "common"), str(tmp_path / "arrays")])
