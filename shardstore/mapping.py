@@ -22,6 +22,7 @@ from typing import Any, Self, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.parameter import is_lazy
 
 from shardstore import errors
 from shardstore.errors import CheckpointingException as CheckpointingException
@@ -295,7 +296,7 @@ class ShardedTensor(ShardedBase):
         **more: Any,
     ) -> ShardedTensor:
         """Return a shard at rank offsets. ``None``: the local shape is that of the data."""
-        if not isinstance(data, torch.Tensor) or data.is_nested:
+        if not isinstance(data, torch.Tensor) or data.is_nested or is_lazy(data):
             raise _not_dense(key, data)
         shape = ints(data.shape if local_shape is None else local_shape)
         sizes = (1,) * prepend_axis_num + shape
@@ -530,10 +531,11 @@ def ints(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _not_dense(key: str, data: object) -> CheckpointingException:
-    kind = "nested tensor" if isinstance(data, torch.Tensor) else type(data).__name__
+    is_nested = isinstance(data, torch.Tensor) and data.is_nested
+    kind = "nested tensor" if is_nested else type(data).__name__
     return errors.DTypeMismatchError(
-        f"the data of key {key!r} is a {kind}, not a dense tensor; convert it with "
-        "torch.as_tensor or torch.from_numpy, or save it as a common value",
+        f"the data of key {key!r} is a {kind}, not a dense tensor; convert it (torch.from_numpy; "
+        "unbind() of a nested tensor; a forward pass for a lazy module), or leave it out",
         key=key,
     )
 

@@ -256,7 +256,7 @@ def _at(state: Any, path: StatePath) -> Any:
     """Return the value at a path in dicts and lists; :data:`_NOTHING` if there is none."""
     for name in path:
         try:
-            state = state[name] if isinstance(state, dict | list | tuple) else _NOTHING
+            state = state[name] if isinstance(state, dict | list) else _NOTHING
         except (LookupError, TypeError):
             return _NOTHING
     return state
@@ -673,7 +673,7 @@ def _explained(
     return errors.MissingKeyError(
         f"key {error.key!r} is a common value in {url}, and no array, because it was saved "
         "as a plain tensor: give the load a plain tensor or a DTensor, without shard() and "
-        "ShardedTensor",
+        "ShardedTensor, and in a tuple if it was in one",
         key=error.key,
         url=url,
     )

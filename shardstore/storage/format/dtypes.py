@@ -230,10 +230,12 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a tensor are memory of its own, on any device. They are not
-    for sparse, nested, quantized and fake tensors, subclasses that hold other tensors, and data
-    types of fewer than 8 bits."""
+    for sparse, nested, quantized, fake and uninitialized tensors, subclasses that hold other
+    tensors, and data types of fewer than 8 bits."""
     import torch
 
+    if torch.nn.parameter.is_lazy(tensor):
+        return False
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     # A FakeTensor reports a real device, but its storage is on the meta device.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.errors import ArgumentError, MissingKeyError
+from shardstore.errors import ArgumentError, DTypeMismatchError, MissingKeyError
 from shardstore.mapping import ShardedTensor
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy
 
@@ -114,6 +114,33 @@ def test_a_tensor_that_is_stored_nowhere_is_missing(place: Path, new: torch.Tens
     found, _, unexpected = shardstore.load(given, place, strict="return_unexpected")
     assert unexpected == {"inner.new"}
     assert found["w"].tolist() == [1, 1]
+
+
+def test_an_uninitialized_parameter_takes_the_stored_value_or_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lazy, whole = torch.nn.LazyLinear(3), torch.nn.Linear(2, 3).state_dict()
+    shardstore.save({"m": whole}, tmp_path / "common")
+    found: Any = shardstore.load({"m": lazy.state_dict()}, tmp_path / "common")
+    assert "m.weight" in caplog.text
+    lazy.load_state_dict(found["m"])
+    assert torch.equal(lazy.weight, whole["weight"])
+    shardstore.save(shardstore.shard({"m": whole}), tmp_path / "arrays")
+    for call in (
+        lambda: shardstore.load({"m": torch.nn.LazyLinear(3).state_dict()}, tmp_path / "arrays"),
+        lambda: shardstore.shard({"m": torch.nn.LazyLinear(3).state_dict()}),
+    ):
+        with pytest.raises(DTypeMismatchError, match=r"'m\.weight' is a Uninit.* forward pass"):
+            call()
+
+
+@pytest.mark.parametrize("given", [[torch.zeros(2), 0], {0: torch.zeros(2)}])
+def test_a_tensor_that_is_stored_in_a_tuple_is_not_put_into_it(tmp_path: Path, given: Any) -> None:
+    shardstore.save({"x": (torch.ones(2), 3)}, tmp_path / "c")
+    with pytest.raises(MissingKeyError, match=r"'x\.0' is a common value .* in a tuple"):
+        shardstore.load({"x": given}, tmp_path / "c")
+    found: Any = shardstore.load({"x": (torch.zeros(2), 0)}, tmp_path / "c")
+    assert found["x"][0].tolist() == [1, 1]
 
 
 def test_a_sparse_tensor_cannot_be_filled_from_an_array(tmp_path: Path) -> None:
