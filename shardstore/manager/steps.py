@@ -333,9 +333,15 @@ class Steps:
             logger.warning("%d incomplete step(s) not counted as kept: %s", len(incomplete), named)
         self.incomplete = set(incomplete)
         keep = policy.kept({step: infos[step] for step in managed})
+        failed = []
         for step in managed:
-            if step not in keep and self.delete(step):
-                self.log("delete", step, f"deleted step {step}: {self.place(step).url}")
+            try:
+                if step not in keep and self.delete(step):
+                    self.log("delete", step, f"deleted step {step}: {self.place(step).url}")
+            except errors.StorageError as error:  # a step that cannot be deleted keeps no others
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def warn_of_later(self, infos: Mapping[int, StepInfo], chosen: int) -> None:
         """Log a warning about steps with higher numbers than the restored one. Rank 0 calls it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shardstore.errors import (
 )
 from shardstore.manager.steps import Retention, StepInfo, branches
 from tests.helpers.managed import restored, state_of, wanted, warnings_of
+from tests.helpers.users import another_user, folder_for_all
 
 
 def test_a_run_that_went_back_goes_on_from_there(
@@ -114,6 +116,26 @@ def test_a_clock_that_went_back_changes_no_order(
     assert manager.steps() == [300]
     CheckpointManager(tmp_path).save(270, state_of(270))
     assert CheckpointManager(tmp_path).latest() == 270
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_step_that_cannot_be_deleted_keeps_no_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as another user's in a shared folder. The others would fill the disk."""
+    root = folder_for_all(tmp_path / "run", 0o1777)
+    manager = CheckpointManager(root, keep_last=2)
+    manager.save(1, state_of(1))
+    assert manager.wait(60)
+    with another_user():
+        for step in range(2, 7):
+            manager.save(step, state_of(step))
+            assert manager.wait(60)
+    assert manager.steps() == [1, 5, 6]
+    assert "step-1" in warnings_of(caplog)[-1]
+    manager.save(7, state_of(7))
+    assert manager.wait(60)
+    assert manager.steps() == [6, 7]
 
 
 def test_a_function_keeps_steps(tmp_path: Path) -> None:

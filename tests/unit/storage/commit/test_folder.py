@@ -34,6 +34,7 @@ from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location
 from tests.helpers.rank_server import Started, start
 from tests.helpers.scenarios import files_at_most
+from tests.helpers.users import another_user, folder_for_all
 
 
 def save(target: Path, text: str, *, overwrite: bool = False, durable: bool = False) -> None:
@@ -426,32 +427,6 @@ def test_a_last_sync_that_fails_says_that_the_checkpoint_is_there(
 # Stores that refuse.
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
-@contextlib.contextmanager
-def another_user() -> Iterator[None]:
-    """Another user's rights, where we are root."""
-    if os.geteuid() != 0:
-        yield
-        return
-    group = os.getegid()
-    os.setegid(65534)
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(group)
-
-
-def folder_for_all(parent: Path, mode: int) -> Path:
-    """A new folder that other users reach."""
-    parent.mkdir()
-    parent.chmod(mode)
-    for folder in parent.parents:
-        if not os.stat(folder).st_mode & 0o001 and os.access(folder, os.W_OK):
-            os.chmod(folder, os.stat(folder).st_mode | 0o011)
-    return parent
 
 
 def test_a_read_only_parent(tmp_path: Path) -> None:
