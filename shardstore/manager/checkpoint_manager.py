@@ -202,6 +202,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         grace_s: float | None = None,
     ) -> None:
         self.root = Location.of(root, storage_options)
+        if not isinstance(sweep_after, timedelta):
+            text = f"sweep_after={sweep_after!r:.100} must be a timedelta"
+            raise errors.ArgumentError(text)
         self.policy = Retention(keep_last, keep_every, keep_for, best, metric, mode, keep_if)
         self._schedule = Schedule(every=every, every_s=every_s, interval=interval, grace_s=grace_s)
         if process_group is not None:
@@ -617,14 +620,18 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return group_rank(self._group) == 0
 
     def _open(self) -> None:
-        """Sweep the remains of dead saves, once."""
+        """Sweep the remains of dead saves, once, or again if that failed."""
         if self._swept or not self._is_first:
             return
         self._swept = True
 
         def job() -> None:
-            for url in self._steps.sweep(self._sweep_after):
-                logger.info("removed the remains of an unfinished save: %s", url)
+            try:
+                for url in self._steps.sweep(self._sweep_after):
+                    logger.info("removed the remains of an unfinished save: %s", url)
+            except errors.StorageError:
+                self._swept = False  # the next save or restore repeats it
+                raise
 
         self._later(job)
 

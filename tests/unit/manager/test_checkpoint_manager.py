@@ -18,6 +18,7 @@ from shardstore.errors import (
     CheckpointExistsError,
     DamagedCheckpointError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.manager.steps import Steps, what_is_missing
 from shardstore.progress import Progress
@@ -25,6 +26,7 @@ from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.managed import SIZE, managed, restored, state_of, wanted, warnings_of
 from tests.helpers.programs import run_text
+from tests.helpers.users import another_user, folder_for_all
 
 
 def test_saved_steps_are_restored(place: tuple[str, dict[str, Any]]) -> None:
@@ -390,7 +392,26 @@ def test_an_interrupted_save_to_a_store_is_swept(s3_server: S3Server) -> None:
     assert root.listing() == ["other", "step-1", "step-3"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_sweep_that_failed_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning says so. Here the root cannot be listed for a time."""
+    root = folder_for_all(tmp_path / "run", 0o777)
+    assert run_text(DIES, root, "write").returncode == 9
+    root.chmod(0o733)
+    manager = CheckpointManager(root)
+    with another_user():
+        with pytest.raises(StorageError, match="Permission denied"):
+            manager.restore(wanted()[0])
+        assert manager.wait(60)
+    assert "is repeated after the next save" in warnings_of(caplog)[-1]
+    manager.save(1, state_of(1))
+    manager.close()
+    assert os.listdir(root) == ["step-1"]
+
+
 def test_wrong_arguments_save_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="sweep_after=24 must be a timedelta"):
+        CheckpointManager(tmp_path, sweep_after=24)  # type: ignore[arg-type]
     manager = CheckpointManager(tmp_path)
     with pytest.raises(ValueError, match="step=-1"):
         manager.save(-1, state_of(1))
