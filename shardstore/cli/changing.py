@@ -67,7 +67,7 @@ def convert(
 def gc(
     root: Annotated[str, opt.argument("ROOT", "Folder or URL that holds checkpoints.")],
     delete: Annotated[bool, opt.flag("--delete", "Remove them; default: list.")] = False,
-    older_than: Annotated[float, opt.value("HOURS", _OLD, at_least=0)] = 24.0,
+    older_than: Annotated[float, opt.value("HOURS", _OLD, at_least=0, at_most=1_000_000)] = 24.0,
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 a difference or damage was found, 2 wrong usage or an e
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -39,9 +40,11 @@ def flag(names: str, text: str) -> Any:
     return typer.Option(names, help=text)
 
 
-def value(metavar: str, text: str, *names: str, at_least: int | None = None) -> Any:
+def value(
+    metavar: str, text: str, *names: str, at_least: int | None = None, at_most: int | None = None
+) -> Any:
     """Return an option with a value. Its name is that of its parameter unless names are given."""
-    return typer.Option(*names, metavar=metavar, help=text, min=at_least)
+    return typer.Option(*names, metavar=metavar, help=text, min=at_least, max=at_most)
 
 
 Checkpoint = Annotated[str, argument("CKPT", "Path or URL of a checkpoint.")]
@@ -179,7 +182,7 @@ def parse_size(text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     power = " kmgt".index(found[2].lower() or " ") if found else 0
-    size = int(float(found[1]) * 1024**power) if found else 0
-    if size < 1:
+    size = float(found[1]) * 1024**power if found else 0.0
+    if not 1 <= size < math.inf:
         raise UsageProblem(f"{text!r} is not a size; give one such as 512MiB or 2GiB")
-    return size
+    return int(size)

@@ -284,6 +284,8 @@ WRONG = [
     (["plot", "sizes", "PLACE", "-o", "picture.jpg"], "pictures are SVG"),
     (["info", "s3:/bucket/run"], "has lost a slash"),
     (["gc", "/no/such/place"], "is not a folder"),
+    (["gc", "PLACE/..", "--older-than", "inf"], "Invalid value for '--older-than'"),
+    (["gc", "PLACE/..", "--older-than", "1e300"], "Invalid value for '--older-than'"),
     (["plot", "sizes", "PLACE", "-o", "s3://bucket/x.png"], "is a URL: give the path of a local"),
     (["report", "PLACE", "-o", "s3:/bucket/x.html"], "is a URL: give the path of a local file"),
     (["report", "PLACE", "-o", "file:///folder/x"], "is a URL: give the path of a local file"),
