@@ -77,13 +77,15 @@ install_into() {
 }
 
 # begin_environment NAME LOW HIGH [--force]
-# Makes an empty .envs/NAME, and sets env_dir. Ends the script with 0 if the environment is complete
-# (--force: not even then), and with 3 if there is no Python for it. finish_environment completes it.
+# Makes an empty .envs/NAME, and sets env_dir; $base is the environment that it lies over, if any. Ends
+# the script with 0 if the environment is complete (--force: not even then), and with 3 if there is no
+# Python for it. finish_environment completes it.
 begin_environment() {
     local python
     env_dir=$root/.envs/$1
     # Entry points are read at install time.
-    env_wanted=$(cat "$root/constraints.txt" "$0" <(grep -A 9 entry-points "$root/pyproject.toml") | cksum)
+    env_wanted=$(cat "$root/constraints.txt" "$0" <(grep -A 9 entry-points "$root/pyproject.toml") \
+        <(echo "${base:-}") | cksum)
     if [ "${4:-}" != --force ] && [ "$(cat "$env_dir/.complete" 2>/dev/null)" = "$env_wanted" ]; then
         exit 0
     fi
