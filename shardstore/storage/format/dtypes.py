@@ -167,10 +167,11 @@ def bits_of(name: str, value: Any) -> bytes:
             return real + imaginary
         if isinstance(value, str) and value.startswith("0x"):
             bits = bytes.fromhex(value[2:])[::-1]
-        elif name.startswith(("bool", "int", "uint")):
-            bits = np.array(value, numpy_dtype(name)).tobytes()
+        elif name.startswith(("int", "uint")):
+            bits = int(value).to_bytes(size, "little", signed=name.startswith("int"))
         else:
-            bits = np.array(float(value)).astype(numpy_dtype(name)).tobytes()
+            number = value if name == "bool" else float(value)
+            bits = np.array(number).astype(numpy_dtype(name)).tobytes()
         if len(bits) != size:
             raise ValueError(f"{len(bits)} bytes")
     except (TypeError, ValueError, OverflowError) as error:
