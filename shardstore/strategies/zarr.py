@@ -373,7 +373,10 @@ def _save_to_existing_array(sharded_tensor: ShardedTensor, arr: ZarrArray | None
             f"key {sharded_tensor.key!r} has no data to write", key=sharded_tensor.key
         )
     data = dtypes.as_numpy(sharded_tensor.data.detach().cpu())
-    arr = arr.with_config({"write_empty_chunks": True})  # write chunks of zeros too
+    import zarr  # slow; saves and loads do not need it
+
+    parts = cast(Any, arr.metadata), arr.store_path
+    arr = zarr.Array(zarr.AsyncArray(*parts, {"write_empty_chunks": True}))  # chunks of zeros too
     for region, piece in held_regions(sharded_tensor, local_box(sharded_tensor), data):
         if region.size:
             arr[region.slices or ...] = piece

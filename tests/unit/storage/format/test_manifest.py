@@ -184,7 +184,7 @@ def columns_of(manifest: Manifest) -> dict[str, np.ndarray[Any, Any]]:
 
 def packed(columns: dict[str, np.ndarray[Any, Any]]) -> bytes:
     out = io.BytesIO()
-    np.savez(out, allow_pickle=True, **columns)
+    np.savez(out, **columns)
     return out.getvalue()
 
 
