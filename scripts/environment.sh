@@ -83,9 +83,7 @@ install_into() {
 begin_environment() {
     local python
     env_dir=$root/.envs/$1
-    # Entry points are read at install time.
-    env_wanted=$(cat "$root/constraints.txt" "$0" <(grep -A 9 entry-points "$root/pyproject.toml") \
-        <(echo "${base:-}") | cksum)
+    env_wanted=$(cat "$root/constraints.txt" "$root/pyproject.toml" "$0" <(echo "${base:-}") | cksum)
     if [ "${4:-}" != --force ] && [ "$(cat "$env_dir/.complete" 2>/dev/null)" = "$env_wanted" ]; then
         exit 0
     fi

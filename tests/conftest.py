@@ -34,6 +34,7 @@ settings.load_profile("long" if ALL else "short")
 
 # Begun first where files run side by side, or all others would be done long before them.
 LONG = (
+    "project/test_oldest_versions.py",
     "distributed/test_quickstart.py",
     "interop/test_pages.py",
     "interop/test_trainers.py",
