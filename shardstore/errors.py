@@ -152,7 +152,8 @@ class ChunkCorruptError(DamagedCheckpointError):
 def as_damage(url: str, what: str = "", key: str | None = None) -> Iterator[None]:
     """Raise an error of a block that decodes stored data as :class:`DamagedCheckpointError`.
 
-    Errors of this package, and missing files, stay what they are.
+    Errors of this package, missing files, and a process without memory or modules (one that lost
+    its rights or its environment) stay what they are: an intact file needs no earlier checkpoint.
 
     Args:
         url: see :class:`CheckpointingException`.
@@ -161,7 +162,7 @@ def as_damage(url: str, what: str = "", key: str | None = None) -> Iterator[None
     """
     try:
         yield
-    except (CheckpointingException, FileNotFoundError):
+    except (CheckpointingException, FileNotFoundError, ImportError, MemoryError):
         raise
     except Exception as error:  # decoders raise many kinds on damaged input
         first_line = str(error).partition("\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
 from tests.helpers.managed import SIZE, managed, restored, state_of, wanted, warnings_of
 from tests.helpers.programs import run_text
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.users import another_user, folder_for_all
 
 
@@ -123,6 +125,28 @@ def test_damage_is_passed_over_loudly(
     found = restored(managed(place), state)
     assert (found.step, found.damaged) == (3, ())
     assert tensor.eq(33).all()
+
+
+def restored_with_memory_for_a_file_but_not_for_its_values(
+    rank: int, world_size: int, root: str, file_bytes: int
+) -> None:
+    manager = CheckpointManager(root)
+    assert restored(manager, wanted()[0], 1).step == 1
+    pages, *_ = Path("/proc/self/statm").read_text().split()
+    most = int(pages) * os.sysconf("SC_PAGE_SIZE") + file_bytes * 3 // 2
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with pytest.raises(MemoryError):
+        manager.restore(wanted()[0])
+
+
+def test_a_process_without_memory_passes_no_step_over(tmp_path: Path) -> None:
+    large = torch.zeros(2**25)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        manager.save(2, {**state_of(2), "values": large})
+    run_ranks(
+        restored_with_memory_for_a_file_but_not_for_its_values, 1, str(tmp_path), large.nbytes
+    )
 
 
 def test_verify_first_finds_what_no_rank_asks_for(
