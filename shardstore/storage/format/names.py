@@ -70,8 +70,10 @@ def _node_name(key: str) -> str:
 
 
 def key_of(name: str) -> str | None:
-    """Return the key of a node name; ``None`` for a shortened name."""
-    return None if "%~" in name else unquote(name, errors="surrogateescape")
+    """Return the key of a node name; ``None`` for a shortened name, and for one that no key has."""
+    if "%~" in name or name[:1] in ("", "."):
+        return None
+    return unquote(name, errors="surrogateescape")
 
 
 def object_place(name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

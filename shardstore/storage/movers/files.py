@@ -102,7 +102,7 @@ class FolderMover(Mover):
 
         def put(batch: SmallFiles) -> None:
             for name, data in batch:
-                key = key_of(name.rpartition("/")[0]) or None
+                key = key_of(name.rpartition("/")[0])
                 with store_errors("writing", f"{root}/{name}", key=key):
                     write_file(f"{root}/{name}", [[data]])
 
