@@ -437,7 +437,8 @@ def claimed(place: ObjectPrefix, names: Sequence[str] | None = None) -> ObjectAt
         if time.monotonic() > deadline:
             raise place.error(
                 f": the store says that {attempt.mark('json')} exists, but does not list it; saves "
-                "need a store whose listings are up to date"
+                "need a store whose listings are up to date (with Ceph's gateway, a bucket that "
+                "never had versioning)"
             )
 
 
