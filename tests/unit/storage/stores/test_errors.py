@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import botocore.session
 import pytest
-from botocore.exceptions import ParamValidationError
+from botocore.exceptions import EndpointConnectionError, ParamValidationError
 
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import explained, is_refusal
@@ -79,3 +80,23 @@ def test_the_reason_of_an_error_of_several_lines_is_kept() -> None:
     assert "Parameter validation failed: Invalid bucket name" in text
     several = ValueError("the first line\nthe second line")
     assert "the second line" not in str(explained("reading", "s3://b/x", several))
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.EMFILE, "raise the limit"), (errno.ECONNREFUSED, "check the endpoint")],
+)
+def test_the_reason_why_there_is_no_connection_is_told(number: int, advice: str) -> None:
+    reason = OSError(number, os.strerror(number))
+    hidden = EndpointConnectionError(endpoint_url="http://127.0.0.1:9", error=reason)
+    for error in (reason, hidden):
+        text = str(explained("reading", "s3://b/x", error))
+        assert text.count(os.strerror(number)) == 1
+        assert advice in text
+
+
+@pytest.mark.parametrize("said", ["", "None"])
+def test_an_answer_without_a_message_is_told_by_its_code(said: str) -> None:
+    error = PermissionError(said)
+    error.__cause__ = answered(403, code="AccessDenied").__cause__
+    assert "failed: AccessDenied; the store refuses" in str(explained("reading", "s3://b/x", error))
