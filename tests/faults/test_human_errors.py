@@ -356,17 +356,26 @@ def test_the_working_directory_is_not_replaced(here: Path) -> None:
 
 
 @pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
+def full_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of 64 KiB with a whole checkpoint and no room for another."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    size = getattr(request, "param", "size=64k")
+    mount = ["mount", "-t", "tmpfs", "-o", size, "none", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("only root can mount a file system")
     try:
         yield place
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("full_disk", ["nr_inodes=16"], indirect=True)
+def test_a_disk_without_inodes_is_told_with_the_remedy(full_disk: Path) -> None:
+    many = shardstore.shard({f"w{i}": torch.rand(4) for i in range(20)})
+    with pytest.raises(StorageError, match=r"df -i.*pack=True"):
+        shardstore.save(many, full_disk / "save")
+    shardstore.save(many, full_disk / "packed", pack=True, array_documents=False)
 
 
 def test_a_full_disk_names_what_it_could_not_write(full_disk: Path, tmp_path: Path) -> None:

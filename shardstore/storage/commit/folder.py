@@ -304,7 +304,7 @@ def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMIT
     last = secrets.token_hex(8)
     attempt = FolderAttempt(target, _own_id(last), options.overwrite, commits)
     try:
-        with store_errors("creating", attempt.location.url):
+        with store_errors("creating, beside the target,", attempt.location.url):
             os.makedirs(attempt.location.url)
             with contextlib.suppress(OSError):  # there is none, or it has another user's group
                 there = os.stat(target.url)

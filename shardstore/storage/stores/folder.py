@@ -25,7 +25,8 @@ SMALL_BYTES = 1024 * 1024
 """One thread reads many files below this size faster than several, which wait for the GIL."""
 
 _REMEDIES = {
-    errno.ENOSPC: "the disk is full: free space or choose another place",
+    errno.ENOSPC: "the disk is full: free space or choose another place (if it has space, it has "
+    "too many files, see df -i: with pack=True a save writes fewer)",
     errno.EDQUOT: "the disk quota is used up: free space or choose another place",
     errno.EFBIG: "the file system or a limit of the process (ulimit -f) allows no file that large: "
     "raise the limit or save smaller chunks",
@@ -36,10 +37,16 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only: choose another place",
     errno.EACCES: "permission is denied: check the owner and mode of the folder",
     errno.EPERM: "the operation is not permitted: check the owner and mode of the folder",
-    errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+    errno.EMFILE: "too many files are open: raise the limit (ulimit -n). A mounted bucket says so "
+    "if it renames no folders: save to its URL (gs://, s3://)",
     errno.ELOOP: "a symbolic link leads to itself, or is where a file is to be written: remove it",
     errno.ENXIO: "a FIFO, a device or a socket is where a file is to be written: remove it",
     errno.ENAMETOOLONG: "the path is too long: shorten the key or the folder",
+    **dict.fromkeys(
+        (errno.ENOSYS, errno.EOPNOTSUPP),
+        "the file system lacks an operation of saves, such as to rename a folder: save to another "
+        "one, and to a mounted bucket by its URL (s3://, gs://)",
+    ),
     errno.ENOENT: "the folder does not exist: it cannot be created, or something removed it "
     "while it was in use",
 }
