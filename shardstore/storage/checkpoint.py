@@ -4,6 +4,7 @@ chunks; also the removal of arrays."""
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -136,6 +137,8 @@ class StoredCheckpoint:
 
     def _replaced(self) -> ReplacedError:
         how = "was replaced while it was read: another save wrote over it, or it was deleted"
+        if self.location.is_missing():
+            how += f"; or {socket.gethostname()} does not see it (is its file system mounted?)"
         remedy = "Read it again, or read a checkpoint that nobody writes over"
         return self.location.error(f" {how}. {remedy}", ReplacedError)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -174,6 +175,9 @@ def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None
     (place / "w1" / "c.0.0").unlink()
     with pytest.raises(shardstore.errors.ChunkMissingError):
         shardstore.open(place)["w1"][:]
+    place.rename(tmp_path / "elsewhere")  # as for a rank of a machine that lacks the mount
+    with pytest.raises(ReplacedError, match=f"{socket.gethostname()} does not see it"):
+        opened["w0"][:]
 
 
 def _rank(rank: int, place: str, rendezvous: str, victim: int) -> None:
