@@ -187,13 +187,12 @@ class RemoteStore:
         deadline.
 
         Raises:
-            StorageError: the store refused, or did not answer.
+            StorageError: the store refused, did not answer, or does not read ranges.
         """
         part: dict[str, Any] = {} if (start, stop) == (0, None) else {"start": start, "end": stop}
         try:
             with self.errors("reading", name, absent=True):
                 data: bytes = self.call("cat_file", self._path(name), size=size, **part)
-                return data
         except FileNotFoundError:
             return None
         except StorageError as error:
@@ -201,6 +200,11 @@ class RemoteStore:
             if code_of(error) in ("InvalidRange", "416"):
                 return b""
             raise
+        if start and stop is not None and len(data) > stop - start:
+            url = f"{self.url}/{name}"
+            text = "the server sends whole files, not ranges; download them, or use another"
+            raise StorageError(f"{url}: {text}", url=url)
+        return data[:stop] if start == 0 else data
 
     def driver_settings(self) -> s3.S3Settings | gcs.GcsSettings:
         """Return what TensorStore must know of the store, as s3fs or gcsfs determined it.

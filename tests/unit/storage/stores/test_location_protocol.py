@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pickle
 import uuid
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+import torch
 
+import shardstore
 from shardstore.errors import DamagedCheckpointError, StorageError
 from shardstore.storage.stores.folder import LocalFolder, fsync
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.prefix import ObjectPrefix
+from tests.helpers.range_server import Quiet, answering
 
 
 @pytest.fixture(params=["folder", "prefix"])
@@ -150,3 +155,20 @@ def test_a_file_system_without_a_sync_of_folders() -> None:
     fsync("/proc")
     with pytest.raises(OSError, match="Invalid argument"):
         fsync("/proc/self/status")
+
+
+class Whole(Quiet, SimpleHTTPRequestHandler):
+    """Sends whole files, whatever range is asked for, as ``python -m http.server`` does."""
+
+
+def test_a_web_server_that_sends_whole_files_is_no_damage(tmp_path: Path) -> None:
+    state = shardstore.shard({f"w{i}": torch.arange(2**19) + i for i in range(2)})
+    small = shardstore.shard({f"w{i}": torch.arange(9) + i for i in range(2)})
+    shardstore.save(state, tmp_path / "plain")
+    shardstore.save(small, tmp_path / "packed", pack=True)
+    with answering(partial(Whole, directory=str(tmp_path))) as url:  # type: ignore[arg-type]
+        plain, packed = (shardstore.open(f"{url}/{name}")["w1"] for name in ("plain", "packed"))
+        assert plain[7:9].tolist() == [8, 9]
+        for array, rows in ((plain, slice(2**18, None)), (packed, slice(None))):
+            with pytest.raises(StorageError, match="sends whole files, not ranges"):
+                array[rows]
