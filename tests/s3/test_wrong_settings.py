@@ -221,6 +221,17 @@ def test_credentials_that_cannot_be_had_are_an_error_with_the_remedy(
     assert "Traceback" not in caplog.text
 
 
+def test_a_program_that_gives_no_credentials_in_time_is_named(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no store that does not answer."""
+    monkeypatch.setattr(remote, "FIRST_DEADLINE_S", 0.5)
+    profile = {"credential_process": "/bin/sleep 5", "endpoint_url": s3_server.endpoint_url}
+    use_profile(tmp_path, monkeypatch, **profile)
+    with pytest.raises(StorageError, match=r"finding credentials .*run credential_process by hand"):
+        shardstore.latest(f"s3://{s3_server.new_bucket()}/run")
+
+
 @pytest.mark.parametrize("by", ["tensorstore", "boto", ""])
 def test_a_refusal_to_read_says_that_nothing_may_be_there(
     proxied: S3Server, proxy: FaultProxy, by: str

@@ -223,12 +223,13 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
     code = code_of(error)
     name = type(error).__name__
     # Some stores give no message, of which clients make "None".
-    first, *more = re.sub("^None$", "", str(error).strip()).splitlines() or [code or name]
+    said = str(error).strip()
+    first, *more = re.sub("(^|: )None$", "", said).splitlines() or [code or name]
     text = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
     text = text[:300].rstrip(".")
     # botocore's text leaves out why there is no connection.
     reason = getattr(error, "kwargs", {}).get("error")
-    if isinstance(reason, OSError) and reason.errno:
+    if isinstance(reason, OSError) and reason.errno and str(reason) not in said:
         text += f" ({os.strerror(reason.errno) if reason.errno > 0 else reason.strerror})"
     if errno.EMFILE in (getattr(error, "errno", None), getattr(reason, "errno", None)):
         advice = "the process may open no more files: raise the limit (ulimit -n)"

@@ -32,6 +32,7 @@ from shardstore.errors import CheckpointingException, StorageError
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores import gcs, s3
 from shardstore.storage.stores.errors import (
+    SETTINGS,
     code_of,
     explained,
     keep_quiet_about,
@@ -212,11 +213,16 @@ class RemoteStore:
         Raises:
             StorageError: there are no credentials, or the client cannot get them in time.
         """
-        find = CLIENTS[self.url.partition("://")[0]].settings
+        find, seconds = CLIENTS[self.url.partition("://")[0]].settings, FIRST_DEADLINE_S
         with self.errors("connecting to", ""):
-            found: s3.S3Settings | gcs.GcsSettings = sync(
-                self.fs.loop, find, self.fs, self.url, timeout=FIRST_DEADLINE_S
-            )
+            try:
+                found: s3.S3Settings | gcs.GcsSettings = sync(
+                    self.fs.loop, find, self.fs, self.url, timeout=seconds
+                )
+            except FSTimeoutError:  # of a program or service that gives credentials
+                late = TimeoutError(f"they did not come within {seconds:.0f} s")
+                advice = SETTINGS if find is s3.settings else ""
+                raise explained("finding credentials of", self.url, late, advice) from None
             return found
 
     def write(self, name: str, data: bytes) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import ssl
 
 import botocore.session
 import pytest
-from botocore.exceptions import EndpointConnectionError, ParamValidationError
+from botocore.exceptions import EndpointConnectionError, ParamValidationError, SSLError
 
 from shardstore.errors import StorageError
 from shardstore.storage.stores.errors import explained, is_refusal
@@ -93,6 +94,8 @@ def test_the_reason_why_there_is_no_connection_is_told(number: int, advice: str)
         text = str(explained("reading", "s3://b/x", error))
         assert text.count(os.strerror(number)) == 1
         assert advice in text
+    error = SSLError(endpoint_url="https://127.0.0.1:9", error=ssl.SSLError(1, "WRONG_VERSION"))
+    assert os.strerror(1) not in str(explained("reading", "s3://b/x", error))  # no number of errno
 
 
 @pytest.mark.parametrize("said", ["", "None"])
@@ -100,3 +103,5 @@ def test_an_answer_without_a_message_is_told_by_its_code(said: str) -> None:
     error = PermissionError(said)
     error.__cause__ = answered(403, code="AccessDenied").__cause__
     assert "failed: AccessDenied; the store refuses" in str(explained("reading", "s3://b/x", error))
+    unknown = OSError("An error occurred (NoName) when calling PutObject: None")
+    assert "PutObject; check" in str(explained("writing", "s3://b/x", unknown))
