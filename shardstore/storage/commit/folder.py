@@ -413,11 +413,12 @@ def sweep(left: FolderAttempt) -> bool:
 
 def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
     """Return whether the process that owns a folder is dead: it ran on this host and has ended, or
-    it ran on another host and nothing was written to the folder for ``older_than``."""
+    it ran on another host, or is hidden on this one, and nothing was written to the folder for
+    ``older_than``."""
     if os.path.islink(url):
         return False
-    if found["machine"] == _machine():
-        return _start_of(int(found["pid"])) != found["started"]
+    if found["machine"] == _machine() and not _is_hidden(pid := int(found["pid"])):
+        return _start_of(pid) != found["started"]
     try:
         top = Path(url)
         written = max(path.lstat().st_mtime for path in (top, *top.rglob("*")))
@@ -464,6 +465,18 @@ def _machine() -> str:
         about.append(_boot_id())
         about.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256(" ".join(about).encode()).hexdigest()[:12]
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether another user's process has this number, and /proc does not show it (Linux
+    man-pages proc(5), hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not os.path.exists(f"/proc/{pid}")
+    except (OSError, OverflowError):
+        pass
+    return False
 
 
 def _start_of(pid: int) -> str:

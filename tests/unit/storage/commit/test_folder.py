@@ -33,6 +33,7 @@ from shardstore.storage.options import SaveOptions
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location
 from tests.helpers.rank_server import Started, start
+from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import files_at_most
 from tests.helpers.users import another_user, folder_for_all
 
@@ -471,6 +472,31 @@ def test_a_sweep_tells_only_of_what_it_removed(tmp_path: Path) -> None:
         assert [len(sweep_below(parent, dry_run=dry)) for dry in (True, False)] == [1, 0]
     assert os.listdir(parent) == [name]
     parent.chmod(0o755)
+
+
+def leftovers_where_processes_are_hidden(rank: int, world_size: int, parent: str) -> list[int]:
+    """How many another user sees while the owner of one runs, and afterwards."""
+    assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS (Linux man-pages unshare(2))
+    mount = "mount --make-rprivate / && mount -t proc -o hidepid=2 proc /proc"
+    if subprocess.run(mount, shell=True, capture_output=True).returncode:
+        return []
+    seen = []
+    with subprocess.Popen(["sleep", "60"], user=65533) as owner:
+        Path(parent, f".ckpt.attempt-{commit._owner(owner.pid)}-{'0' * 16}").mkdir()
+        with another_user():
+            seen.append(len(list(leftovers(parent))))
+        owner.kill()
+    with another_user():
+        return [*seen, len(list(leftovers(parent)))]
+
+
+@as_root
+def test_a_save_of_a_user_whose_processes_are_hidden_is_alive(tmp_path: Path) -> None:
+    parent = folder_for_all(tmp_path / "parent", 0o777)
+    seen = run_ranks(leftovers_where_processes_are_hidden, 1, str(parent))[0]
+    if not seen:
+        pytest.skip("mounting is not permitted here")
+    assert seen == [0, 1]
 
 
 @contextlib.contextmanager
