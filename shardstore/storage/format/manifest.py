@@ -11,6 +11,7 @@ shape.
 
 from __future__ import annotations
 
+import encodings.cp437  # noqa: F401 (zipfile imports it on use, when the process may have lost it)
 import io
 import json
 import pickle

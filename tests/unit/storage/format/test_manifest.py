@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardstore.storage.format.grid import Grid, inner_blocks
 from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManifest
 from shardstore.storage.format.merge import merge
 from shardstore.storage.format.names import node_name
+from tests.helpers.processes import run_to_end
 
 
 def meta_of(key: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> ArrayMeta:
@@ -212,3 +214,9 @@ def test_damaged_files_are_refused_or_harmless(data: st.DataObject) -> None:
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(DamagedCheckpointError):
         Manifest.from_bytes(bytes(content), "the-url").rows(A)
+
+
+def test_a_manifest_needs_no_codec_that_a_process_may_have_lost() -> None:
+    """Of one that gave its rights away, each step counted as incomplete."""
+    code = f"import sys, {Manifest.__module__}; print('encodings.cp437' in sys.modules)"
+    assert run_to_end([sys.executable, "-c", code]).stdout == "True\n"
