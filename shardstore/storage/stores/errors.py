@@ -243,8 +243,9 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
         text, advice = "the connection was refused", NO_TRUST
     elif isinstance(error, PermissionError):
         advice = _DENIED if _kind_of(url) == "s3" else _DENIED_ELSEWHERE
-    elif isinstance(error, ImportError) and _kind_of(url) == "gs":
-        advice = "gs:// needs gcsfs: pip install 'shardstore[gs]'"
+    elif isinstance(error, ImportError):
+        gcs = "gs:// needs gcsfs: pip install 'shardstore[gs]'"
+        advice = gcs if _kind_of(url) == "gs" else "install the package that this store needs"
     elif isinstance(error, FileNotFoundError):
         # The file system names a file of this machine, such as that of a web identity.
         advice = _NOT_THERE if error.filename is None else SETTINGS

@@ -134,7 +134,9 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], client: ModuleTyp
         return made
     except (TypeError, ValueError) as error:
         if "rotocol not known" in str(error):
-            raise StorageError(f"{url}: fsspec knows no store {protocol}://", url=url) from error
+            what = f"fsspec knows no store {protocol}://: correct the URL, or install its package"
+            text = f"{url}: {what}; MinIO, R2 and their like are s3:// with an endpoint_url"
+            raise StorageError(text, url=url) from error
         problem = type(error).__name__
     except Exception as error:  # some file systems connect at once
         raise explained("connecting to", url, error) from error

@@ -105,3 +105,9 @@ def test_an_answer_without_a_message_is_told_by_its_code(said: str) -> None:
     assert "failed: AccessDenied; the store refuses" in str(explained("reading", "s3://b/x", error))
     unknown = OSError("An error occurred (NoName) when calling PutObject: None")
     assert "PutObject; check" in str(explained("writing", "s3://b/x", unknown))
+
+
+@pytest.mark.parametrize(("url", "advice"), [("gs://b/x", "gcsfs"), ("sftp://h/x", "the package")])
+def test_a_package_that_is_missing_is_the_remedy(url: str, advice: str) -> None:
+    error = ImportError('SFTPFileSystem requires "paramiko" to be installed')
+    assert advice in str(explained("connecting to", url, error)).partition("installed;")[2]
