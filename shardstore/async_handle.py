@@ -197,6 +197,7 @@ class AsyncSave:
         self.url = session.target.url
         self._session: Running | None = session
         self._is_seen = False
+        self._thread: int | None = None  # of the save, which calls the progress callback
         self._aborts = at_exit == "abort"
         # A daemon thread, so that the exit functions run and decide whether to wait for it.
         work = partial(self._run, session, request, staged(request))
@@ -208,6 +209,7 @@ class AsyncSave:
     def _run(
         self, session: Running, request: AsyncRequest, write: Callable[[], object]
     ) -> dict[str, Any]:
+        self._thread = threading.get_ident()
         try:
             write()
             for finalize in request.finalize_fns:
@@ -234,7 +236,17 @@ class AsyncSave:
 
         Returns:
             Whether the save has ended.
+
+        Raises:
+            SaveInProgressError: the save's own progress callback calls it, and would wait for
+                itself.
         """
+        if threading.get_ident() == self._thread and not self.done():
+            raise SaveInProgressError(
+                f"the asynchronous save to {self.url} has not ended while its progress callback "
+                "runs: wait for it, and save or load its place, after the callback",
+                url=self.url,
+            )
         return not futures.wait([self._end], timeout).not_done
 
     def wait_staged(self, timeout: float | None = None) -> bool:

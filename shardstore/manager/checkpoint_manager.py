@@ -603,6 +603,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         Returns:
             Whether all background work has ended.
         """
+        if self._handle is not None:
+            self._handle.wait(0)  # an error in its own progress callback
         return self._last is None or not wait([self._last], timeout).not_done
 
     def close(self) -> None:

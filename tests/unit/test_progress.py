@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,34 @@ def test_a_callback_that_fails_costs_no_checkpoint(
     assert len(calls) == 1
     (text,) = warnings_of(caplog)
     assert "no screen" in text
+
+
+@pytest.mark.parametrize("waits", ["load", "save", "async_save", "handle", "manager", "restore"])
+def test_a_callback_that_waits_for_its_own_save_is_an_error_of_the_callback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, waits: str
+) -> None:
+    manager, begun = CheckpointManager(tmp_path), threading.Event()
+    place = manager.url(1)
+    calls: dict[str, Callable[[], object]] = {
+        "load": lambda: shardstore.load(wanted()[0], place),
+        "save": lambda: shardstore.save(state_of(2), place, overwrite=True),
+        "async_save": lambda: shardstore.async_save(state_of(2), place, overwrite=True),
+        "handle": lambda: handle.wait(60),
+        "manager": lambda: manager.wait(60),
+        "restore": lambda: manager.restore(wanted()[0]),
+    }
+
+    def callback(event: Progress) -> None:
+        if event.phase == "commit" and begun.wait(60):
+            calls[waits]()
+
+    handle = manager.async_save(1, state_of(1), progress=callback)
+    begun.set()
+    assert handle.wait(60)
+    handle.result()
+    (text,) = warnings_of(caplog)
+    assert "after the callback" in text
+    assert manager.wait(60)
 
 
 def test_a_bar_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
