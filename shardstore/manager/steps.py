@@ -155,7 +155,7 @@ class Steps:
         steps = [step for step in map(self.step_of, names) if step is not None]
         found = sorted(step for step in steps if is_checkpoint(self.place(step)))
         if not found:
-            require_root(self.root, names)
+            require_root(self.root, names, [self.place(n).name for n in sorted(steps)[::-1]])
         return found
 
     def infos(self) -> dict[int, StepInfo]:

@@ -130,15 +130,15 @@ def latest(
     """
     place = Location.of(root, storage_options)
     names = place.listing()
-    numbered = [([*map(int, re.findall(r"\d+", name))], name) for name in names]
-    for numbers, name in sorted(numbered, reverse=True):
+    numbered = sorted((([*map(int, re.findall(r"\d+", one))], one) for one in names), reverse=True)
+    for numbers, name in numbered:
         try:
             if not name.startswith(".") and identity.is_checkpoint(place.child(name)):
                 return place.child(name).url
         except StorageError:
             if numbers:  # others are no steps, such as lost+found, which only root may read
                 raise
-    identity.require_root(place, names)
+    identity.require_root(place, names, [name for numbers, name in numbered if numbers])
     return None
 
 

@@ -7,8 +7,9 @@ program. Neither may be listed, replaced or deleted as a checkpoint.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from shardstore.errors import (
     ArgumentError,
@@ -19,6 +20,8 @@ from shardstore.errors import (
 from shardstore.storage.format.names import CONFIG_NAME, DCP_METADATA_NAME, key_of
 from shardstore.storage.runtime.parallel import run_together
 from shardstore.storage.stores.location import Location
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = ".attempts"
 """Folder of the claims and marks, below a target in an object store."""
@@ -158,13 +161,14 @@ def is_checkpoint(location: Location) -> bool:
     return committed and (CONFIG_NAME in names or what_else(location) is None)
 
 
-def require_root(root: Location, names: Collection[str]) -> None:
-    """Raise an error if checkpoints were sought below a place that cannot be their root. Taken for
-    an empty root, a run would begin anew.
+def require_root(root: Location, names: Collection[str], steps: Iterable[str]) -> None:
+    """Raise an error if checkpoints were sought below a place that cannot be their root, and log a
+    warning about a step of PyTorch DCP. Taken for an empty root, a run would begin anew.
 
     Args:
         root: a place without checkpoints below it.
         names: the names directly below it.
+        steps: those that are named like steps, the newest first.
 
     Raises:
         StorageError: it is a file, or the store failed.
@@ -177,6 +181,11 @@ def require_root(root: Location, names: Collection[str]) -> None:
             f"{root.url.rpartition('/')[0]}, the folder that holds it",
             ArgumentError,
         )
+    for place in map(root.child, steps):
+        if has_dcp_metadata(place):
+            text = "a checkpoint of PyTorch DCP is no step of this package, and is not restored"
+            logger.warning(f"{place.url}: {text}. To go on from it, {_convert(place)}")
+            return
 
 
 def is_committed(location: Location, names: Collection[str] | None = None) -> bool:

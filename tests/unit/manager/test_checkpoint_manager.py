@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import shardstore
-from shardstore import CheckpointManager, ShardedObject, ShardedTensor
+from shardstore import CheckpointManager, ShardedObject, ShardedTensor, latest
 from shardstore.errors import (
     ArgumentError,
     CheckpointExistsError,
@@ -182,6 +183,27 @@ def test_no_whole_step_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
         manager.restore(wanted()[0])
     with pytest.raises(DamagedCheckpointError, match="missing"):
         manager.restore(wanted()[0], 2)
+
+
+def test_a_run_that_begins_anew_beside_steps_of_dcp_is_told(
+    place: tuple[str, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, options = place
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    root = Location.of(url, options or None)
+    for step in (9, 100):
+        root.child(f"step-{step}").write(".metadata", (tmp_path / "dcp/.metadata").read_bytes())
+    root.write("step-200", b"")
+    with managed(place, keep_last=1) as manager:
+        assert manager.restore(state_of(0)) is None
+        assert latest(url, storage_options=options or None) is None
+        texts = warnings_of(caplog)
+        assert [text.partition(": ")[0] for text in texts] == [manager.url(100)] * 2
+        assert all("shardstore convert" in text for text in texts)
+        manager.save(300, state_of(300))
+        manager.save(301, state_of(301))
+    assert len(warnings_of(caplog)) == 2
+    assert root.child("step-100").exists(".metadata")
 
 
 def gated(manager: CheckpointManager) -> threading.Event:
