@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from shardstore import errors
 from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.groups import described
 from shardstore.progress import log_event
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import checkpoints
@@ -480,8 +481,7 @@ class Retention:
         keep = set(newest_first[: self.keep_last or 1])
         if self.keep_every is not None:
             keep.update(step for step in steps if step % self.keep_every == 0)
-        if self.keep_if is not None:
-            keep.update(filter(self.keep_if, steps))
+        keep.update(filter(self._is_chosen, steps))
         if self.keep_for is not None:
             times = {step: info.saved for step, info in steps.items() if info.saved is not None}
             span = self.keep_for // timedelta(microseconds=1) * 1000
@@ -495,3 +495,10 @@ class Retention:
             ranked.sort(key=lambda step: sign * values[step])
             keep.update(ranked[: self.best])
         return keep
+
+    def _is_chosen(self, step: int) -> bool:
+        try:
+            return self.keep_if is not None and bool(self.keep_if(step))
+        except Exception as error:
+            text = f"keep_if({step}) raised {described(error)}; no step is deleted"
+            raise errors.ArgumentError(text) from error

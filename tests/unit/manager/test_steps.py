@@ -138,11 +138,16 @@ def test_a_step_that_cannot_be_deleted_keeps_no_others(
     assert manager.steps() == [6, 7]
 
 
-def test_a_function_keeps_steps(tmp_path: Path) -> None:
+def test_a_function_keeps_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(tmp_path, keep_last=1, keep_if=lambda step: step % 4 == 2) as manager:
         for step in range(1, 8):
             manager.save(step, state_of(step))
     assert manager.steps() == [2, 6, 7]
+    with CheckpointManager(tmp_path, keep_last=1, keep_if=lambda step: {2: 1}[step]) as manager:
+        manager.save(8, state_of(8))
+    assert manager.steps() == [2, 6, 7, 8]
+    (text,) = warnings_of(caplog)
+    assert "keep_if(6) raised KeyError: 6; no step is deleted" in text
 
 
 steps_and_losses = st.dictionaries(
