@@ -220,6 +220,7 @@ class Ranks:
             reports are in this order.
         deadline_s: seconds to wait for any other rank.
         failed: whether a step of several ranks failed, which every rank knows.
+        problem: the error of a wrong deadline on this rank; every rank raises it in its next step.
         world_size: number of ranks, 1 without a process group.
         is_coordinator: whether this rank is the coordinator.
     """
@@ -228,6 +229,7 @@ class Ranks:
     members: Members = range(1)
     deadline_s: float = DEFAULT_DEADLINE_S
     failed: bool = False
+    problem: CheckpointingException | None = None
     _channel: Channel | None = field(default=None, repr=False)
     world_size: int = field(init=False)
     is_coordinator: bool = field(init=False)
@@ -256,14 +258,18 @@ class Ranks:
         if group is None and not dist.is_initialized():
             return cls()  # one rank, which waits for no other
         require_group("process_group", group)
-        deadline_s = deadline_from_environment()
         if not dist.is_initialized():
-            return cls(deadline_s=deadline_s)
+            return cls()
         rank, members = dist.get_rank(), global_ranks(group)
         if not members:
             raise ArgumentError(f"rank {rank} is not in process_group; only its ranks call this")
         channel = _channel(purpose, members) if len(members) > 1 else None
-        return cls(rank, members, deadline_s, _channel=channel)
+        ranks = cls(rank, members, _channel=channel)
+        try:
+            ranks.deadline_s = deadline_from_environment()
+        except CheckpointingException as error:
+            ranks.problem = error
+        return ranks
 
     def over(self, purpose: str) -> Ranks:
         """Return the same ranks over the connections of another purpose.
@@ -323,6 +329,7 @@ class Ranks:
                 first step over new connections, the timeout of the default process group applies if
                 it is shorter.
         """
+        error = error or self.problem
         if self.world_size == 1:
             if error is not None:
                 raise error

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import zarr
 
 import shardstore
+from shardstore.distributed.coordinator import DEADLINE_VARIABLE
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -161,6 +162,28 @@ def places_differ(rank: int, world_size: int, folder: Path) -> None:
     state = {"w": shard("w", rank)}
     name = "elsewhere" if rank == 1 else "c"
     refused(state, folder, "rank 0", "rank 1", "/elsewhere", "/c", "same place", name=name)
+
+
+def a_rank_has_no_deadline(rank: int, world_size: int, folder: Path) -> None:
+    manager = shardstore.CheckpointManager(folder / "run", every_s=60)
+    place, state = str(folder / "c"), {"w": shard("w", rank)}
+    before = os.environ[DEADLINE_VARIABLE]
+    for wrong in (0, 2):
+        os.environ[DEADLINE_VARIABLE] = "30m" if rank == wrong else before
+        for call in (
+            lambda: shardstore.save(state, place),
+            lambda: shardstore.async_save(state, place),
+            lambda: shardstore.load(state, place),
+            lambda: manager.should_save(1),
+            lambda: manager.save(1, state),
+            lambda: manager.restore(state),
+        ):
+            text = f"{'' if rank == wrong else f'rank {wrong}: '}{DEADLINE_VARIABLE}='30m' is not"
+            assert text in str(raised(call))
+    os.environ[DEADLINE_VARIABLE] = before
+    dist.barrier()
+    assert remains(folder) == []
+    shardstore.save(state, place)
 
 
 def a_rank_lost_its_working_directory(rank: int, world_size: int, folder: Path) -> None:
