@@ -23,6 +23,9 @@ from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger(__name__)
 
+_MOVING = ((shutil, "copytree"), (shutil, "move"), (os, "rename"), (os, "replace"))
+"""Functions that copy or move a folder, and first wait for the save below it."""
+
 
 class Background:
     """Saves by ``dcp.async_save``, one at a time.
@@ -31,7 +34,7 @@ class Background:
     the save failed, it prints the error, and the exit code is 1. In a program that has only
     ``dcp.save`` (:meth:`changes`), all other operations that could rely on a save wait as well: the
     next load through DCP, the deletion of a folder by ``shutil.rmtree``, which is how trainers
-    delete older checkpoints, and the end of the process group.
+    delete older checkpoints, copying or moving the folder, and the end of the process group.
 
     There, ``shutil.rmtree`` keeps the last checkpoint that the process saved or loaded, because
     some trainers delete it before they save the next one. A checkpoint is a folder that DCP saves
@@ -115,6 +118,7 @@ class Background:
             destroy_group(*args, **kwargs)
 
         return {
+            **{(module, name): self._waiting(getattr(module, name)) for module, name in _MOVING},
             (dcp, "save"): save,
             (shutil, "rmtree"): self._keeping_the_last(shutil.rmtree),
             (dist, "destroy_process_group"): destroy,
@@ -129,6 +133,17 @@ class Background:
             place = os.path.realpath(place)
             self._used = [*(one for one in self._used if one != place), place]
             self._put_off -= {place, os.path.dirname(place)}
+
+    def _waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(src: Any, *args: Any, **kwargs: Any) -> Any:
+            if (save := self._save) is not None:
+                folder = os.path.realpath(os.fsdecode(src))
+                if os.path.commonpath([folder, os.path.realpath(save[1])]) == folder:
+                    self.finish()
+            return function(src, *args, **kwargs)
+
+        return call
 
     def _keeping_the_last(self, rmtree: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(rmtree)

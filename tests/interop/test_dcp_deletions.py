@@ -3,6 +3,7 @@ save the next one, as accelerate does with `total_limit=1`."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardstore.dcp import install
+from shardstore.dcp import install, writer
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 
@@ -183,6 +184,29 @@ def test_other_deletions_are_as_before(tmp_path: Path) -> None:
         save(Path(folder))
         load(Path(folder))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(shutil, "copytree"), (shutil, "move"), (os, "rename"), (os, "replace")],
+)
+def test_a_folder_is_copied_or_moved_after_the_end_of_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    goes_on, put_chunks = threading.Event(), writer.put_chunks
+
+    def held(*given: Any) -> None:
+        assert goes_on.wait(60)
+        put_chunks(*given)
+
+    monkeypatch.setattr(writer, "put_chunks", held)
+    save(tmp_path / "new", "model")
+    (tmp_path / "other").mkdir()
+    getattr(module, name)(tmp_path / "other", tmp_path / "another")  # does not wait
+    threading.Timer(0.2, goes_on.set).start()
+    getattr(module, name)(tmp_path / "new", tmp_path / "final")
+    assert is_checkpoint(Location.of(tmp_path / "final/model"))
 
 
 @pytest.mark.usefixtures("installed")
