@@ -30,7 +30,7 @@ from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME
 from shardstore.mapping import StateDict
 from shardstore.storage.commit.checkpoints import CheckpointStorage
-from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.commit.identity import has_dcp_metadata, is_checkpoint
 
 TRAINER = "torchtitan.components.checkpointer"
 MODEL = "model"
@@ -198,9 +198,17 @@ class _TitanManager(_Titan):  # type: ignore[misc]
         self.maybe_wait_for_saving()
         model, excluded = {MODEL: self.states[MODEL]}, self.exclude_from_loading
         whole = {key: part for key, part in self.states.items() if key not in excluded}
+        in_hf, is_quantized = self.initial_load_in_hf, self.initial_load_in_hf_quantized
+        path: Any = self.initial_load_path or (in_hf and self.sd_adapter.hf_assets_path)
 
         def newest(_: object) -> bytes:
-            return json.dumps(self._steps.latest() if step == -1 else step).encode()
+            found = self._steps.latest() if step == -1 else step
+            begins, root = found is None and not (path or in_hf), self._storage.at(self.folder)
+            if begins and any(has_dcp_metadata(root.child(name)) for name in root.listing()):
+                what = " has steps of torchtitan's own manager, which a new run would replace: set "
+                remedy = "initial_load_path to one, initial_load_model_only=False, another folder"
+                raise root.error(what + remedy, ArgumentError)
+            return json.dumps(found).encode()
 
         # On rank 0, so that all see the same.
         found = json.loads(Ranks.current().together(what=f"listing {self.folder}", decide=newest))
@@ -209,8 +217,6 @@ class _TitanManager(_Titan):  # type: ignore[misc]
             restored: Any = self._steps.restore(_state(states), None if step == -1 else step)
             _give(states, restored.state, restored.url)
             return True
-        in_hf, is_quantized = self.initial_load_in_hf, self.initial_load_in_hf_quantized
-        path: Any = self.initial_load_path or (in_hf and self.sd_adapter.hf_assets_path)
         if path or in_hf:
             states = model if self.initial_load_model_only else whole
             self._load_checkpoint(states, path, from_hf=in_hf, from_quantized=is_quantized)

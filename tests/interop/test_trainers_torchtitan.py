@@ -173,6 +173,7 @@ def test_options(python: Path, tmp_path: Path) -> None:
         },
         {"base": a, "config": {}, "load_step": 2, "seed": 1},
         {"base": a, "config": {}, "load_step": 3, "expect": "existing steps: 1, 2, 4"},
+        {"base": c, "config": EVERY_2, "expect": "has steps of torchtitan's own manager"},
         {"base": b, "config": {"initial_load_path": c}, "expect": "the folder of one step"},
         {"base": b, "config": {"exclude_from_loading": ["x"]}, "expect": "must name some of"},
         {"base": b, "config": {"async_mode": "x"}, "expect": "must be one of"},
