@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ EVENTS = (
 def log_event(
     logger: logging.Logger, event: str, text: str, level: int = logging.INFO, /, **fields: Any
 ) -> None:
-    """Log an event. If it has ``bytes`` and ``seconds``, add the field ``bytes_per_second``.
+    """Log an event. If it has ``bytes`` and ``seconds``, add the field ``bytes_per_second``. An
+    error of a handler is printed.
 
     Args:
         logger: logger of the calling module.
@@ -48,7 +50,10 @@ def log_event(
         seconds = fields["seconds"]
         rate = round(fields["bytes"] / max(seconds, 1e-9))
         fields = {**fields, "seconds": round(seconds, 3), "bytes_per_second": rate}
-    logger.log(level, "%s", text, extra={"event": event, **fields}, stacklevel=2)
+    try:
+        logger.log(level, "%s", text, extra={"event": event, **fields}, stacklevel=2)
+    except Exception:  # of a handler; this rank alone has it, and what it logs has happened
+        traceback.print_exc()
 
 
 logger = logging.getLogger(__name__)

@@ -170,6 +170,28 @@ def test_many_ranks_are_summed_up() -> None:
     assert record_of(0) == {}
 
 
+def test_a_handler_that_fails_fails_no_save_and_keeps_no_step(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unreachable(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if hasattr(record, "event"):
+                raise ConnectionError("no server for charts")
+
+    caplog.set_level(logging.INFO, "shardstore")
+    monkeypatch.setattr(logging.getLogger("shardstore"), "handlers", [Unreachable()])
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        manager.async_save(3, state_of(3)).result(60)
+    assert manager.steps() == [3]
+    shardstore.load(wanted()[0], manager.url(3))
+    assert "no server for charts" in capsys.readouterr().err
+
+
 def test_logs_are_structured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shardstore")
     with CheckpointManager(tmp_path, keep_last=1) as manager:
