@@ -123,8 +123,7 @@ def plain_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor).detach()
     raise DTypeMismatchError(
         f"key {key!r} is a {type(tensor).__name__} of {tensor.dtype} and layout {tensor.layout} on "
-        f"{tensor.device}, which has no plain memory to write; make it a dense tensor with data "
-        "(its dequantize() or to_dense() makes one; view(torch.uint8) for types below 8 bits)",
+        f"{tensor.device}, which has no plain memory to write; {dtypes.how_to_save(tensor)}",
         key=key,
     )
 

@@ -437,11 +437,12 @@ def require_loadable(
             why = f"it needs {error.args[0]}" if is_refused else str(error)
             is_tensor = isinstance(found, torch.Tensor)
             is_numpy = isinstance(found, np.ndarray | np.generic)  # of a type that has no class
-            how = " (its tolist())" if is_numpy else ""
+            how = " (its tolist())" * is_numpy
+            how += " (its get_state())" * isinstance(found, torch.Generator)
             raise (errors.DTypeMismatchError if is_tensor else errors.CheckpointingException)(
                 f"{what}{place and f' at {place!r}'} is a {kind.__module__}.{kind.__qualname__} "
                 f"that could not be loaded again: {why}. Store plain values in its place{how}, "
-                f"keep it out with LocalNonpersistentObject{_ALLOW * (is_refused > is_numpy)}",
+                f"or keep it out with LocalNonpersistentObject{_ALLOW * (is_refused > is_numpy)}",
                 key=place,
             ) from error
 
@@ -478,13 +479,15 @@ def _problem(values: Sequence[Any], refuse_meta: bool) -> Exception | None:
     the same types."""
     try:
         for value in values:
-            is_meta = isinstance(value, torch.Tensor) and value.is_meta
-            if is_meta and refuse_meta:
-                raise TypeError("it is on the meta device, where tensors have no values")
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided and not is_meta:
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                if refuse_meta:
+                    raise TypeError("it is on the meta device, where tensors have no values")
+            elif isinstance(value, torch.Tensor) and (
+                value.layout is torch.strided or value.is_nested
+            ):
                 if not dtypes.is_plain(value):
-                    remedy = "dequantize(), or view(torch.uint8) for types below 8 bits, may help"
-                    raise TypeError(f"its elements are not plain memory ({remedy})")
+                    how = dtypes.how_to_save(value)
+                    raise TypeError(f"its elements are not plain memory ({how})")
                 dtypes.require_memory(value)
         found = _unpickled(Records(io.BytesIO(dump_bytes(values))))
         for one, other in zip(values, found, strict=True):

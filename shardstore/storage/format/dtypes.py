@@ -67,7 +67,7 @@ def zarr_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     if name not in ITEMSIZES:
         raise DTypeMismatchError(
             f"data type {dtype} cannot be stored as a Zarr array; convert the tensor to one of: "
-            f"{_KNOWN} (types below 8 bits: view(torch.uint8))"
+            f"{_KNOWN} (types below 8 bits: view(torch.uint8); quantised tensors: int_repr())"
         )
     return name
 
@@ -246,6 +246,24 @@ def is_plain(tensor: torch.Tensor) -> bool:
         return False
     has_own_operations = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not has_own_operations or tensor.data_ptr() != 0
+
+
+def how_to_save(tensor: torch.Tensor) -> str:
+    """Return what to do about a tensor that is not :func:`is_plain`, for error texts."""
+    import torch
+
+    if tensor.is_nested:
+        return "unbind() returns its parts"
+    if tensor.layout is not torch.strided:
+        return "to_dense() makes a dense tensor"
+    if tensor.is_quantized:
+        return "save its int_repr(), q_scale() and q_zero_point(), or its dequantize()"
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that holds other tensors
+        held = "{name: getattr(t, name) for name in t.__tensor_flatten__()[0]}"
+        return f"give save and load the tensors that it holds, {held}, or save its dequantize()"
+    if tensor.untyped_storage().device.type == "meta":
+        return "give a tensor that has values"
+    return "view(torch.uint8) makes bytes of types below 8 bits"
 
 
 def require_memory(tensor: torch.Tensor) -> None:
