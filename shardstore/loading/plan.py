@@ -245,12 +245,13 @@ def require_cast(
 ) -> None:
     """Raise an error unless a tensor may be filled with values of another data type.
 
-    Within a kind (float64 to float16, int64 to int8), values out of range are converted as by
-    ``copy_``.
+    Floating-point values out of range are converted as by ``copy_``. Integers would wrap around.
     """
     names = [str(dtype).removeprefix("torch.") for dtype in (stored, requested)]
     remedy = "cast=True does not allow this cast, because it loses more than precision:"
-    if torch.can_cast(stored, requested) and dtypes.PACKED.isdisjoint(names):
+    is_kind = torch.can_cast(stored, requested) and dtypes.PACKED.isdisjoint(names)
+    has_range = requested.is_floating_point or requested.is_complex
+    if is_kind and (has_range or np.can_cast(names[0], names[1])):
         if cast:
             return
         remedy = "nothing is cast silently: load with cast=True, or"
