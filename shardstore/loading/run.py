@@ -289,8 +289,8 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
     kept = [p for p, found in stored.items() if found is not left[p] and found is not _NOTHING]
     if kept and are_adopted(matched.wanted.found):
         text = (
-            "%d given tensor(s) are not filled, such as %s: the stored values have another shape, "
-            "data type or layout, or the tensors share memory; the result has the stored values"
+            "%d given tensor(s) are not filled, such as %s: they are not dense, share memory, or "
+            "differ from the stored values in shape or data type; the result has the stored values"
         )
         logger.warning(text, len(kept), [dotted(path) for path in kept[:SHOWN]])
 
@@ -667,13 +667,14 @@ def _explained(
     error: errors.MissingKeyError, common: StateDict, url: str
 ) -> errors.MissingKeyError:
     """Return the error for an array that is missing: another one if a common value has its name."""
-    tensors = {dotted(at) for at, one in leaves(common) if isinstance(one, torch.Tensor)}
-    if error.key not in tensors:
+    tensors = {dotted(at): at for at, one in leaves(common) if isinstance(one, torch.Tensor)}
+    if (at := tensors.get(error.key or "")) is None:
         return error
+    is_in_tuple = _at(common, at) is _NOTHING
     return errors.MissingKeyError(
         f"key {error.key!r} is a common value in {url}, and no array, because it was saved "
-        "as a plain tensor: give the load a plain tensor or a DTensor, without shard() and "
-        "ShardedTensor, and in a tuple if it was in one",
+        f"as a plain tensor{' in a tuple' * is_in_tuple}: give the load a plain tensor "
+        f"{'in a tuple' if is_in_tuple else 'or a DTensor'}, without shard() and ShardedTensor",
         key=error.key,
         url=url,
     )
