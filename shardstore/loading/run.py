@@ -298,17 +298,18 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
 def _tell_of_arrays(
     request: LoadRequest, context: LoadContext, matched: Matched, loaded: StateDict
 ) -> None:
-    """Log a warning of stored arrays in whose places, or above them, the state dict has a value
-    that is no tensor, and the result nothing."""
-    lost = {dotted(at) for at, _ in matched.wanted.others if _at(loaded, at) is _NOTHING}
+    """Log a warning of stored arrays in whose places, or above or below them, the state dict has a
+    value that is no tensor, and the result has none."""
+    places = [(at, _at(loaded, at)) for at, _ in matched.wanted.others]
+    lost = {dotted(at) for at, one in places if one is _NOTHING or isinstance(one, dict | list)}
     strict_tells = request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED
     if strict_tells or not lost or not are_adopted(matched.wanted.found):  # else keys are no paths
         return
     arrays: ShardedStateDict = {}
     with suppress(Exception):  # of a strategy of another program; the load has succeeded
         arrays = called(matched.for_tensors.load_tensors_metadata, context)
-    above = ((key, accumulate(key.split("."), "{}.{}".format)) for key in arrays)
-    if found := sorted(key for key, names in above if not lost.isdisjoint(names)):
+    below = {name for at in lost for name in _prefixes(at)}
+    if found := sorted(k for k in arrays if k in below or not lost.isdisjoint(_prefixes(k))):
         logger.warning(
             "%d array(s) of %s are not loaded, such as %s: the state dict of rank %d has a value "
             "that is no tensor in their places; give a tensor of the stored shape there",
@@ -317,6 +318,10 @@ def _tell_of_arrays(
             found[:SHOWN],
             request.ranks.rank,
         )
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -565,7 +570,7 @@ def _require_nothing_below(empty: Iterable[StatePath], left: set[str], url: str)
     """Raise an error if arrays that no rank asks for (``left``) are stored below an empty dict or
     list. Common values there are loaded, but an array needs a layout."""
     for name in map(dotted, filter(None, empty)):
-        if found := sorted(key for key in left if key.startswith(f"{name}.")):
+        if found := sorted(key for key in left if f"{key}.".startswith(f"{name}.")):
             raise errors.MissingKeyError(
                 f"the state dict is empty at {name!r}, where {url} has {len(found)} array(s), "
                 f"such as {found[0]!r}; an empty dict or list does not say under which layout to "

@@ -180,6 +180,31 @@ def test_arrays_in_the_places_of_other_values_are_told(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("stored", "given"),
+    [
+        ([torch.ones(2), 1], (torch.ones(2), 1)),
+        ({"m": torch.ones(2), "step": 1}, None),
+        (torch.ones(2), [0.1, 0.2]),
+        (torch.ones(2), {"m": None}),
+    ],
+    ids=["tuple over a list", "value over a dict", "list over a tensor", "dict over a tensor"],
+)
+def test_arrays_above_and_below_other_values_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: Any, given: Any
+) -> None:
+    shardstore.save(shardstore.shard({"o": stored, "w": torch.ones(1)}), tmp_path / "c")
+    shardstore.load({"o": given, "w": torch.zeros(1)}, tmp_path / "c")
+    (text,) = caplog.messages
+    assert "1 array(s)" in text
+
+
+def test_an_array_in_the_place_of_an_empty_dict_is_told(tmp_path: Path) -> None:
+    shardstore.save(shardstore.shard({"o": torch.ones(2), "w": torch.ones(1)}), tmp_path / "c")
+    with pytest.raises(MissingKeyError, match="empty at 'o'"):
+        shardstore.load({"o": {}, "w": torch.zeros(1)}, tmp_path / "c")
+
+
 class _Lists(ZarrLoadShardedStrategy):
     """As a strategy of another program, whose list of what is stored fails."""
 
