@@ -308,6 +308,7 @@ def _check_cover(held: _Held) -> None:
     if fault is not None:
         ranks = [rank for number in fault.shards for rank in tiles[number][1]]
         many = f"has {len(ranks)} main replicas, on ranks {_first_ranks(ranks)}"
+        none = f"has no main replica on any rank ({errors.MAY_LACK})"
         example: object = sample.without_data()
         if isinstance(sample, ShardedObject):
             example = replace(sample, global_offset=fault.offset).unique_key
@@ -315,9 +316,8 @@ def _check_cover(held: _Held) -> None:
             f"Invalid access pattern for {sample.key!r}, of global shape {sample.global_shape} and "
             f"held by ranks {_first_ranks(rank for rank, _ in held)}: the region at offset "
             f"{fault.offset} of shape {fault.shape} "
-            f"{many if ranks else 'has no main replica on any rank'}. Each element must belong to "
-            "exactly one shard with replica_id 0; check offsets and replica ids. One of the "
-            f"shards: {example}",
+            f"{many if ranks else none}. Each element must belong to exactly one shard with "
+            f"replica_id 0; check offsets and replica ids. One of the shards: {example}",
             key=sample.key,
             rank=ranks[0] if ranks else None,
         )

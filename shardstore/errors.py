@@ -110,6 +110,10 @@ class CheckpointExistsError(CheckpointingException, FileExistsError):
     """The target is not empty, and ``overwrite`` was not given."""
 
 
+MAY_LACK = "a rank may lack the key, as that of the state of a parameter without a gradient"
+"""Why no rank holds a region, for texts of the next error."""
+
+
 class AccessPatternError(CheckpointingException, ValueError):
     """Shards of a tensor overlap, leave a part uncovered, or do not agree with each other."""
 

@@ -158,7 +158,7 @@ def test_hole_names_key_and_region() -> None:
     text = str(caught.value)
     assert "'grid'" in text
     assert "offset (2,) of shape (2,)" in text
-    assert "no main replica" in text
+    assert "no main replica on any rank (a rank may lack the key" in text
     assert caught.value.key == "grid"
 
 

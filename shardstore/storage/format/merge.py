@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardstore.errors import AccessPatternError
+from shardstore.errors import MAY_LACK, AccessPatternError
 from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.grid import inner_blocks
 from shardstore.storage.format.manifest import PLACE, ROW, Counted, Manifest, RankManifest
@@ -223,9 +223,10 @@ def _check_coverage(
         region = f"key {meta.key!r} offset {box.offset} shape {box.shape}"
         shown.append(f"{region} was written {how}")
     more = f"; and {len(wrong) - SHOWN} more regions" if len(wrong) > SHOWN else ""
+    lacks = "" if times[wrong].all() else f"; {MAY_LACK}"
     raise AccessPatternError(
         f"Invalid access pattern: {'; '.join(shown)}{more}. Nothing was committed; "
-        "check global_offset and replica_id of these shards",
+        f"check global_offset and replica_id of these shards{lacks}",
         key=metas[numbers[0]].key,
     )
 
