@@ -143,12 +143,15 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
     except AccessPatternError as error:
         raise AccessPatternError(f"key {key!r} {error}", key=key) from None
     inner, holders = cast(Any, tensor)._local_tensor, _ranks_of(mesh)
-    if hasattr(inner, "local_shards"):  # torch's LocalShardsWrapper says itself what it holds
+    # torch's LocalShardsWrapper and the tensors of Megatron-FSDP say themselves what they hold.
+    if hasattr(inner, "__create_chunk_list__"):
+        local_shards = inner.local_shards() if hasattr(inner, "local_shards") else [inner]
         found = []
-        # One without shards has an offset all the same.
-        for data, offset in zip(inner.local_shards(), inner.local_offsets(), strict=False):
-            about = (data.dtype, data.shape, shape, offset, None, part.replica_id)
-            found.append(ClaimedTensor(key, data.detach(), *about, holders=holders))
+        # One without shards has a chunk all the same.
+        for data, chunk in zip(local_shards, inner.__create_chunk_list__(), strict=False):
+            about = (data.dtype, data.shape, shape, chunk.offsets, None, part.replica_id)
+            if data.numel():
+                found.append(ClaimedTensor(key, data.detach(), *about, holders=holders))
         return HeldShards(tensor, found)
     if not part.boxes:
         return HeldShards(tensor, ())

@@ -21,6 +21,7 @@ import zarr
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -334,6 +335,28 @@ def a_local_tensor_of_several_shards(rank: int, world_size: int, folder: Path) -
     assert loaded is given
     expected = held([1, 1, 9, last - 11])._local_tensor.local_shards()
     assert all(map(torch.equal, given._local_tensor.local_shards(), expected))
+
+
+def a_local_tensor_that_says_where_it_is(rank: int, world_size: int, folder: Path) -> None:
+    """As those of Megatron-FSDP, which cuts where its buffers end; a rank may hold nothing."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(20.0).reshape(10, 2)
+
+    def held(rows: list[int], source: torch.Tensor) -> Any:
+        start = sum(rows[:rank])
+        local = source[start : start + rows[rank]].clone()
+        about = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        made = DTensor(local, DTensorSpec(mesh, (Shard(0),), about), requires_grad=False)
+        chunks = [ChunkStorageMetadata(torch.Size((start, 0)), local.shape)]
+        made._local_tensor.__create_chunk_list__ = lambda: chunks  # type: ignore[attr-defined]
+        return made
+
+    for n, describe in enumerate((dict, shardstore.shard)):
+        shardstore.save(describe({"w": held([1, 6, 0, 3], whole)}), folder / f"c{n}")
+        assert torch.equal(shardstore.load_plain_tensors(folder / f"c{n}")["w"], whole)
+        given = held([0, 3, 5, 2], torch.zeros_like(whole))
+        assert shardstore.load(describe({"w": given}), folder / f"c{n}")["w"] is given
+        assert torch.equal(given._local_tensor, held([0, 3, 5, 2], whole)._local_tensor)
 
 
 def a_described_dtensor_without_memory_is_named(rank: int, world_size: int, folder: Path) -> None:
