@@ -14,7 +14,7 @@ import torch
 
 from shardstore import dict_utils
 from shardstore.coverage import is_empty_range
-from shardstore.errors import AccessPatternError, StructureError
+from shardstore.errors import AccessPatternError, DTypeMismatchError, StructureError
 from shardstore.mapping import (
     CommonStateDict,
     LocalNonpersistentObject,
@@ -111,7 +111,7 @@ def check_state(state_dict: object) -> None:
     """
     require_dict(state_dict)
     for path, value in dict_utils.leaves(state_dict):
-        if hasattr(value, "state_dict"):
+        if hasattr(value, "state_dict") or hasattr(value, "local_shards"):
             _require_value(value, path)
 
 
@@ -125,9 +125,17 @@ def require_dict(state_dict: object) -> None:
 
 
 def _require_value(value: object, path: dict_utils.Path) -> None:
-    """Refuse an object that has a state dict. A class is a value, not such an object."""
+    """Refuse an object that has a state dict, and the ShardedTensor of FSDP1. A class is a value,
+    not such an object."""
+    name = dict_utils.dotted(path)
+    if hasattr(value, "local_shards") and isinstance(value, torch.Tensor):
+        raise DTypeMismatchError(
+            f"the value at {name!r} is torch's {type(value).__name__}: pass device_mesh= to FSDP, "
+            "so that its state dict has DTensors; or save through torch.distributed.checkpoint "
+            "with shardstore.dcp.StorageWriter",
+            key=name,
+        )
     if hasattr(value, "load_state_dict") and not isinstance(value, type):
-        name = dict_utils.dotted(path)
         raise StructureError(
             f"the value at {name!r} is a {type(value).__name__}, an object that has a state dict: "
             "put its state_dict() into the state dict, and pass what is loaded there to its "
@@ -335,7 +343,7 @@ class StateSplit:
             return {kind}, {_SHARDED: value} if kept else {}
         inside = dict_utils.leaves(value, path) if isinstance(value, tuple) else [(path, value)]
         for where, one in inside:
-            if hasattr(one, "state_dict"):
+            if hasattr(one, "state_dict") or hasattr(one, "local_shards"):
                 _require_value(one, where)
         if isinstance(value, tuple):
             check_tuple(value, path)

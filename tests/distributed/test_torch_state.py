@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -279,6 +281,20 @@ def partial_is_refused(rank: int, world_size: int, folder: Path) -> None:
     assert "redistribute" in str(error)
     dist.barrier()
     assert remains(folder) == []
+
+
+def sharded_tensors_of_fsdp1_are_refused(rank: int, world_size: int, folder: Path) -> None:
+    spec = ChunkShardingSpec(0, [f"rank:{n}/cpu" for n in range(world_size)])
+    state = {"m": [sharded_tensor.ones(spec, 8, 2)]}
+    shardstore.save({"m": [torch.ones(8, 2)]}, folder / "plain")
+    for call in (
+        lambda: shardstore.save(state, folder / "c"),
+        lambda: shardstore.load(state, folder / "plain"),
+        lambda: shardstore.shard(state),
+    ):
+        error = raised(call)
+        assert isinstance(error, DTypeMismatchError)
+        assert "'m.0' is torch's ShardedTensor: pass device_mesh=" in str(error)
 
 
 def an_order_of_shards_of_its_own(rank: int, world_size: int, folder: Path) -> None:
