@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
@@ -671,10 +672,13 @@ def read_matched(context: LoadContext, matched: Matched) -> StateDict:
 def _explained(
     error: errors.MissingKeyError, common: StateDict, url: str
 ) -> errors.MissingKeyError:
-    """Return the error for an array that is missing: another one if a common value has its name."""
+    """Return the error for an array that is missing: another one if a common value has its name, or
+    a similar one."""
     tensors = {dotted(at): at for at, one in leaves(common) if isinstance(one, torch.Tensor)}
     if (at := tensors.get(error.key or "")) is None:
-        return error
+        close = get_close_matches(error.key or "", tensors, n=SHOWN)
+        text = f"{error}; among its common values are the tensors {close}"
+        return errors.MissingKeyError(text, key=error.key, url=url) if close else error
     is_in_tuple = _at(common, at) is _NOTHING
     return errors.MissingKeyError(
         f"key {error.key!r} is a common value in {url}, and no array, because it was saved "

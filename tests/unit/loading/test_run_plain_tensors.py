@@ -272,6 +272,8 @@ def test_an_array_that_is_a_common_value_is_named_as_one(tmp_path: Path) -> None
         with pytest.raises(MissingKeyError, match=text) as caught:
             shardstore.load(shardstore.shard(asked), place)
         assert "tuple" not in str(caught.value)
+    with pytest.raises(MissingKeyError, match=r"'inner\.00' is not in .* tensors \['inner\.0', "):
+        shardstore.load({"inner": {"00": torch.zeros(3).long()}}, place)
     with pytest.raises(MissingKeyError, match="'step' is not in the checkpoint"):
         shardstore.load(shardstore.shard({"step": torch.zeros(())}), place)
 
