@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -269,12 +271,14 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def shaped_like(asked: Any, found: Any) -> Any:
-    """Return ``found`` in the shape of ``asked``.
+    """Return ``found``, which may be changed, in the shape of ``asked``.
 
     Nested dicts have the keys in the order of ``asked``, then those that only ``found`` has. A
     plain dict becomes a dict of the class that ``asked`` has at its place. A dict that stands for a
-    list (:data:`LIST_LENGTH`) becomes the list. Dicts and lists of ``asked`` without values come
-    back empty where ``found`` has nothing; so do other values of a list between those of ``found``.
+    list (:data:`LIST_LENGTH`) becomes the list. A key of ``asked``, such as a number, takes the
+    value of its text, which PyTorch DCP stores in its place. Dicts and lists of ``asked`` without
+    values come back empty where ``found`` has nothing; so do other values of a list between those
+    of ``found``.
     """
     if not isinstance(found, _NESTED):
         return found
@@ -283,6 +287,12 @@ def shaped_like(asked: Any, found: Any) -> Any:
     at: dict[Any, Any] = {}
     if isinstance(asked, list if is_list else dict):
         at = dict(enumerate(asked)) if isinstance(asked, list) else asked
+        for key in () if is_list else at:
+            if not isinstance(key, str) and (text := str(key)) in have and text not in at:
+                with suppress(StructureError):  # both are stored
+                    held = [dict_list_map_outplace(_same, have[key])] if key in have else []
+                    have[key] = reduce(united, [*held, have[text]])
+                    del have[text]
     empty = {key for key, value in at.items() if key not in have and _is_empty(value)}
     if is_list:
         most = max((key for key in have if key != LIST_LENGTH), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import shardstore
 from shardstore import CheckpointManager, LocalNonpersistentObject, ShardedObject, ShardedTensor
+from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import dict_list_map_outplace
 from shardstore.errors import MissingKeyError, StructureError
@@ -182,6 +184,26 @@ def test_a_state_saved_through_dcp_is_loaded_by_itself(state: State) -> None:
         assert same(asked, described(state)), asked
     finally:
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("by_dcp", [False, True], ids=["our writer", "its own files"])
+def test_keys_that_dcp_made_text_are_those_of_the_state(tmp_path: Path, by_dcp: bool) -> None:
+    """As those of an optimizer's state, and of the milestones of a MultiStepLR."""
+
+    def state(n: int) -> State:
+        of_parameters = {0: {"step": n, "m": torch.full((2,), n)}, 1: {"step": 2 * n}}
+        return {"state": of_parameters, "at": Counter({25: n}), "both": {1: n, "1": 3 * n}}
+
+    saved = {key: value for key, value in state(1).items() if key != "both"}
+    where: State = {"checkpoint_id": tmp_path / "dcp"}
+    dcp.save(saved, **(where if by_dcp else {"storage_writer": StorageWriter(tmp_path / "c")}))
+    if by_dcp:
+        convert(tmp_path / "dcp", tmp_path / "c")
+    asked = {key: value for key, value in state(0).items() if key != "both"}
+    assert same(shardstore.load(asked, tmp_path / "c"), saved)
+    shardstore.save(state(1), tmp_path / "ours")
+    for asked in (state(0), {"both": {1: 0}}):
+        assert same(shardstore.load(asked, tmp_path / "ours"), {**asked, **state(1)})
 
 
 @pytest.mark.parametrize(
