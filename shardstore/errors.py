@@ -110,6 +110,8 @@ class CheckpointExistsError(CheckpointingException, FileExistsError):
     """The target is not empty, and ``overwrite`` was not given."""
 
 
+NO_ARRAYS = "tensors that one process saves without shard() are common values"
+"""What a checkpoint without arrays may hold, for error texts."""
 MAY_LACK = "a rank may lack the key, as that of the state of a parameter without a gradient"
 """Why no rank holds a region, for texts of the next error."""
 

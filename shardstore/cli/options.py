@@ -152,7 +152,7 @@ def choose(ckpt: OpenCheckpoint, patterns: Sequence[str] | None) -> list[StoredA
     """
     for pattern in patterns or ():
         if not any(map(matcher([pattern]), ckpt)):
-            raise opened.missing(pattern, ckpt, f"a key in {ckpt.url} ({len(ckpt)} keys)")
+            raise ckpt.missing(pattern)
     return [ckpt[key] for key in sorted(filter(matcher(patterns), ckpt))]
 
 

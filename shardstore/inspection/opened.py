@@ -223,8 +223,13 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         if key in self.refused:
             raise self.refused[key]
         if key not in self.metas:
-            raise missing(key, self, f"a key in {self.url} ({len(self)} keys)")
+            raise self.missing(key)
         return StoredArray(self, self.metas[key])
+
+    def missing(self, key: str) -> errors.MissingKeyError:
+        """Return the error for a key of no array."""
+        what = f"a key in {self.url} ({len(self)} keys)"
+        return missing(key, self, what if self.metas else f"{what}: {errors.NO_ARRAYS}")
 
     def __contains__(self, key: object) -> bool:
         return key in self.metas
@@ -391,6 +396,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         refused = islice(self.refused.values(), SHOWN)
         lines += [f"not readable: {clean(str(error))}" for error in refused]
         total = f"{counted(len(self), 'array')}, {human_bytes(self.nbytes)}"
+        lines += [] if self.metas or self.refused else [errors.NO_ARRAYS]
         return "\n".join([f"{clean(self.url)}: {total}", *lines])
 
 

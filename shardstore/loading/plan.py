@@ -232,7 +232,8 @@ def missing_key(
 ) -> errors.MissingKeyError:
     """Return the error for a missing key. Its text names similar keys, then says ``more``."""
     close = difflib.get_close_matches(key, arrays, n=3)
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "." if more else ""
+    hint = "" if arrays else f": {errors.NO_ARRAYS}"
+    hint += f"; did you mean {' or '.join(map(repr, close))}?" if close else "." if more else ""
     return errors.MissingKeyError(
         f"key {key!r} is not in the checkpoint {url} ({len(arrays)} arrays){hint}{more}",
         key=key,

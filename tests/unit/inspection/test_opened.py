@@ -125,6 +125,17 @@ def test_repr_is_a_table_of_arrays(place: Path, tmp_path: Path) -> None:
     assert max(map(len, text.splitlines()[1:])) < 100
 
 
+def test_a_checkpoint_without_arrays_says_where_its_tensors_are(tmp_path: Path) -> None:
+    shardstore.save({"w": torch.ones(2)}, tmp_path / "c")
+    assert "shard() are common values" in repr(shardstore.open(tmp_path / "c"))
+    for read in (
+        lambda: shardstore.open(tmp_path / "c")["w"],
+        lambda: shardstore.load_plain_tensors(tmp_path / "c", keys=["w"]),
+    ):
+        with pytest.raises(MissingKeyError, match=r"'w'.*shard\(\) are common values"):
+            read()
+
+
 def test_damage_is_met_where_it_is_read(tmp_path: Path) -> None:
     ckpt = shardstore.open(saved(tmp_path / "a"))
     flip(tmp_path / "a" / "decoder.fc1.weight" / "c.0.0")
