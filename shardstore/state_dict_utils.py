@@ -118,9 +118,11 @@ def check_state(state_dict: object) -> None:
 def require_dict(state_dict: object) -> None:
     """Raise :class:`StructureError` unless a state dict is a dict."""
     if not isinstance(state_dict, dict):
+        has_one = hasattr(state_dict, "state_dict")
+        how = "pass its state_dict()" if has_one else "for one tensor, pass {name: tensor}"
         raise StructureError(
             "the state dict must be a dict of tensors and values, not a "
-            f"{type(state_dict).__name__}; for one tensor, pass {{name: tensor}}"
+            f"{type(state_dict).__name__}; {how}"
         )
 
 

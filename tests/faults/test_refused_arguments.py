@@ -249,8 +249,11 @@ def test_states_that_are_no_dicts_are_refused(saved: Path) -> None:
         manager.restore,
         shardstore.shard,
     ]
-    for call, wrong in itertools.product(calls, ([1], [state()["w"]], None, 3, "x", object())):
-        said = f"the state dict must be a dict.*{type(wrong).__name__}"
+    model = torch.nn.Linear(1, 1)
+    others = ([1], [state()["w"]], None, 3, "x", object(), model)
+    for call, wrong in itertools.product(calls, others):
+        how = r"pass its state_dict\(\)" if wrong is model else "for one tensor"
+        said = f"the state dict must be a dict.*{type(wrong).__name__}.*{how}"
         with pytest.raises(StructureError, match=said):
             call(wrong)
     assert os.listdir(saved.parent) == ["saved"]
