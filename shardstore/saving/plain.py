@@ -27,7 +27,7 @@ import xxhash
 
 from shardstore.dict_utils import Path, Position, diff, dotted, united
 from shardstore.distributed.groups import first_of
-from shardstore.dtensor.layout import ClaimedTensor, are_adopted
+from shardstore.dtensor.layout import ClaimedTensor, are_adopted, claims, is_claimed
 from shardstore.errors import AccessPatternError, StructureError
 from shardstore.mapping import StateDict
 from shardstore.state_dict_utils import StateSplit, is_plain
@@ -39,6 +39,8 @@ from shardstore.values.torch_values import require_loadable
 
 logger = logging.getLogger(__name__)
 
+SAMPLED = 256
+"""Number of elements at the end of a shard by which copies of ranks are compared."""
 REMEDY = (
     "Give a value that differs between ranks a key for each rank, or make it a ShardedObject; else "
     "make the copies equal"
@@ -198,6 +200,34 @@ class PlainValues:
             return False
         held = first.values or (self.leaves[path],)
         return not any(diff([*held], [*other.values]))
+
+
+def samples_of(shards: Sequence[Any], *, compares: bool) -> dict[Any, bytes]:
+    """Return the identities of the shards that this rank claims, with digests of the last elements
+    of those of DTensors, if ranks compare them. Plain tensors are compared whole."""
+    found: dict[Any, bytes] = {}
+    for identity, shard in zip(claims(shards), filter(is_claimed, shards), strict=True):
+        found[identity] = b""
+        data = shard.data if compares and shard.holders else None
+        if data is not None and data.numel() and dtypes.is_plain(data):
+            last_row = data[(-1,) * (data.ndim - 1)].reshape(-1)
+            found[identity] = _digest(last_row[-SAMPLED:])
+    return found
+
+
+def compare_samples(by_rank: Mapping[int, Mapping[Any, bytes]], url: str, *, equal: bool) -> None:
+    """Log a warning of shards that several ranks hold with other elements, so that the values of
+    some ranks are not saved; raise the error if they must be ``equal``."""
+    first: dict[Any, tuple[int, bytes]] = {}
+    differing: dict[Path, list[int]] = {}
+    for rank, samples in by_rank.items():
+        for identity, sample in samples.items():
+            owner, expected = first.setdefault(identity, (rank, sample))
+            if sample and expected and sample != expected:
+                ranks = differing.setdefault((identity[0],), [owner])
+                ranks += [rank] * (rank not in ranks)
+    if differing:
+        _tell(differing, url, equal=equal)
 
 
 def _tell(differing: Mapping[Path, Sequence[int]], url: str, *, equal: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from shardstore.coverage import (
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adoption
-from shardstore.dtensor.layout import apply_claims, claims, decide_claims
+from shardstore.dtensor.layout import apply_claims, decide_claims
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.saving import plain, replicas
 from shardstore.saving.plain import PlainValues
@@ -323,7 +323,7 @@ class _Opening(NamedTuple):
         needs_layouts: whether it has irregular or flattened tensors.
         plain: report about the values that are not sharded.
         copies: digest of the keys of which it holds only copies.
-        claims: the shards that it claims.
+        claims: the shards that it claims, with samples if ranks compare them.
         group: report about its replica group.
     """
 
@@ -332,19 +332,20 @@ class _Opening(NamedTuple):
     needs_layouts: bool
     plain: plain.ValueReport | None
     copies: bytes
-    claims: Sequence[Any]
+    claims: Mapping[Any, bytes]
     group: replicas.GroupReport | None
 
     @classmethod
     def of(cls, state: SplitState, ranks: Ranks) -> _Opening:
         """Return this rank's report."""
+        compares = state.options.validate_access_integrity
         return cls(
             f"to {state.target.url} with base={state.base and state.base.url}",
-            digest_of(state.shards) if state.options.validate_access_integrity else b"",
+            digest_of(state.shards) if compares else b"",
             bool(needing_layouts(state.shards)),
             None if state.plain is None else state.plain.report(),
             xxhash.xxh3_128_digest("\n".join(state.copies).encode()) if state.copies else b"",
-            claims(state.shards),
+            plain.samples_of(state.shards, compares=compares),
             replicas.report_group(state.tensors, state.options.replica_group),
         )
 
@@ -424,6 +425,9 @@ class _Desk:
                 common = validation.pickled(validation.comparable(state.plain.compared))
         elif state.plain is not None and len({report.values for report in of_values}) > 1:
             digests = state.plain.digests
+        claimed_by = {rank: opening.claims for rank, opening in openings.items()}
+        equal = state.options.replicas == "equal"
+        plain.compare_samples(claimed_by, state.target.url, equal=equal)
         base = None if state.base is None else read_base(state.base)
         self.attempt = checkpoints.begin(state.target, state.options)
         # The first rank with each set of copies.
@@ -438,5 +442,5 @@ class _Desk:
             base_documents=base,
             shares=replicas.agree_on_groups(opening.group for opening in openings.values()),
             copy_reporters=tuple(copy_reporters.values()),
-            owners=decide_claims({rank: opening.claims for rank, opening in openings.items()}),
+            owners=decide_claims(claimed_by),
         )

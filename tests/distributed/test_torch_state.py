@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -57,7 +58,7 @@ from shardstore.storage.stores.location import Location
 from tests.helpers import dtensor_states
 from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import raised, remains, run_scenarios
+from tests.helpers.scenarios import Records, raised, remains, run_scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -295,6 +296,32 @@ def sharded_tensors_of_fsdp1_are_refused(rank: int, world_size: int, folder: Pat
         error = raised(call)
         assert isinstance(error, DTypeMismatchError)
         assert "'m.0' is torch's ShardedTensor: pass device_mesh=" in str(error)
+
+
+def other_experts_under_one_key_are_told(rank: int, world_size: int, folder: Path) -> None:
+    """As of expert parallelism whose DTensors have the shape of one group's experts."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ep", "dp"))
+    group = rank // (world_size // 2)
+
+    def experts(value: float) -> Value:
+        local = torch.full((2, 3), value)
+        part = DTensor.from_local(local, mesh["dp"], [Shard(0)], run_check=False)
+        return {"experts": part, "norm": torch.ones(2)}
+
+    records = Records()
+    logging.getLogger("shardstore").addHandler(records)
+    shardstore.save(experts(7.0), folder / "equal")
+    assert records.texts == []
+    shardstore.save(experts(7.0 + group), folder / "c")
+    shardstore.save(experts(7.0 + group), folder / "unchecked", validate_access_integrity=False)
+    logging.getLogger("shardstore").removeHandler(records)
+    texts = [text for text in records.texts if "1 value(s) differ between ranks" in text]
+    assert len(texts) == (rank == 0)
+    assert all("'experts' on ranks 2, 3 (that of rank 0 is saved)" in text for text in texts)
+    error = raised(lambda: shardstore.save(experts(group), folder / "d", replicas="equal"))
+    assert isinstance(error, AccessPatternError | RanksError)
+    assert "'experts'" in str(error)
+    assert not (folder / "d").exists()
 
 
 def an_order_of_shards_of_its_own(rank: int, world_size: int, folder: Path) -> None:
