@@ -26,8 +26,9 @@ import torch
 
 from shardstore import mapping
 from shardstore.coverage import as_flat_range
-from shardstore.errors import AccessPatternError, ArgumentError
+from shardstore.errors import AccessPatternError, ArgumentError, DTypeMismatchError
 from shardstore.state_dict_utils import HeldShards
+from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Shape, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
 
@@ -132,6 +133,7 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
 
     Raises:
         AccessPatternError: a placement is neither a shard nor a replica.
+        DTypeMismatchError: the local tensor is not plain memory.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
@@ -155,6 +157,13 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
         return HeldShards(tensor, found)
     if not part.boxes:
         return HeldShards(tensor, ())
+    if not (inner.is_meta or hasattr(inner, "trigger_wait") or dtypes.is_plain(inner)):
+        raise DTypeMismatchError(
+            f"key {key!r} is a DTensor of {type(inner).__name__}, which has no plain memory; "
+            f"{dtypes.how_to_save(inner)}, where t is its to_local(), and each rank has keys of "
+            "its own",
+            key=key,
+        )
     with torch.no_grad():  # else to_local() makes a node of the autograd graph
         local = cast(Any, tensor).to_local()
         local = (local.wait() if hasattr(local, "wait") else local).detach()

@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
@@ -296,6 +297,36 @@ def sharded_tensors_of_fsdp1_are_refused(rank: int, world_size: int, folder: Pat
         error = raised(call)
         assert isinstance(error, DTypeMismatchError)
         assert "'m.0' is torch's ShardedTensor: pass device_mesh=" in str(error)
+
+
+def dtensors_of_wrappers_are_refused_with_the_remedy(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    """As the states of torchao's optimizers, most of whose operations fail."""
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def state(value: float) -> Any:
+        local = TwoTensor(torch.full((1, 2), value), torch.full((1, 2), -value))
+        about = TensorMeta(torch.Size((world_size, 2)), (2, 1), torch.float32)
+        return DTensor(local, DTensorSpec(mesh, (Shard(0),), about), requires_grad=False)
+
+    def held(t: Any) -> Value:
+        local = t.to_local()
+        return {str(rank): {name: getattr(local, name) for name in local.__tensor_flatten__()[0]}}
+
+    saved, given = state(rank + 1.0), state(0.0)
+    for call in (
+        lambda: shardstore.save({"m": saved}, folder / "c"),
+        lambda: shardstore.shard({"m": saved}),
+    ):
+        error = raised(call)
+        assert isinstance(error, DTypeMismatchError)
+        assert "'m' is a DTensor of TwoTensor" in str(error)
+        assert "__tensor_flatten__()" in str(error)
+        assert "keys of its own" in str(error)
+    shardstore.save({"m": held(saved)}, folder / "c")
+    shardstore.load({"m": held(given)}, folder / "c")
+    assert torch.equal(given._local_tensor.b, torch.full((1, 2), -rank - 1.0))
 
 
 def other_experts_under_one_key_are_told(rank: int, world_size: int, folder: Path) -> None:
