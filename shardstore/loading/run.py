@@ -301,8 +301,12 @@ def _tell_of_arrays(
 ) -> None:
     """Log a warning of stored arrays in whose places, or above or below them, the state dict has a
     value that is no tensor, and the result has none."""
-    places = [(at, _at(loaded, at)) for at, _ in matched.wanted.others]
-    lost = {dotted(at) for at, one in places if one is _NOTHING or isinstance(one, dict | list)}
+    lost = set[str]()
+    for at, given in matched.wanted.others:
+        found = _at(loaded, at)
+        is_list = isinstance(given, list) and isinstance(found, list) and len(found) >= len(given)
+        if found is _NOTHING or (isinstance(found, dict | list) and not is_list):
+            lost.add(dotted(at))
     strict_tells = request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED
     if strict_tells or not lost or not are_adopted(matched.wanted.found):  # else keys are no paths
         return
@@ -310,13 +314,13 @@ def _tell_of_arrays(
     with suppress(Exception):  # of a strategy of another program; the load has succeeded
         arrays = called(matched.for_tensors.load_tensors_metadata, context)
     below = {name for at in lost for name in _prefixes(at)}
-    if found := sorted(k for k in arrays if k in below or not lost.isdisjoint(_prefixes(k))):
+    if left := sorted(k for k in arrays if k in below or not lost.isdisjoint(_prefixes(k))):
         logger.warning(
             "%d array(s) of %s are not loaded, such as %s: the state dict of rank %d has a value "
             "that is no tensor in their places; give a tensor of the stored shape there",
-            len(found),
+            len(left),
             context.stored.location.url,
-            found[:SHOWN],
+            left[:SHOWN],
             request.ranks.rank,
         )
 

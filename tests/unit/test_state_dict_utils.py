@@ -237,6 +237,16 @@ def test_lists_in_a_list_keep_their_places(
     torch.testing.assert_close(loaded, {"l": expected})
 
 
+def test_a_list_of_numbers_is_walked_as_one_value() -> None:
+    """A data loader may have a million of them."""
+    given = {"a": [1, "x", None], "b": [1, [2.5]]}
+    split = StateSplit(given, loading=True)
+    assert [path for path, _ in split.others] == [("a",), ("b", 0), ("b", 1)]
+    saved = StateSplit(given, loading=False).common
+    assert saved == given
+    assert saved["a"] is not given["a"]
+
+
 def test_what_factories_build_in_a_list_keeps_its_position(tmp_path: Path) -> None:
     def state(build: Callable[[str], Any]) -> dict[str, Any]:
         made = ShardedTensorFactory("f", DATA, lambda key, *_: build(key), lambda part: part)

@@ -187,8 +187,9 @@ def test_arrays_in_the_places_of_other_values_are_told(
         ({"m": torch.ones(2), "step": 1}, None),
         (torch.ones(2), [0.1, 0.2]),
         (torch.ones(2), {"m": None}),
+        ([5, torch.ones(2)], [5, 6]),
     ],
-    ids=["tuple over a list", "value over a dict", "list over a tensor", "dict over a tensor"],
+    ids=["tuple on list", "value on dict", "list on tensor", "dict on tensor", "at the end"],
 )
 def test_arrays_above_and_below_other_values_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: Any, given: Any
