@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import (
@@ -59,7 +59,7 @@ from shardstore.storage.stores.location import Location
 from tests.helpers import dtensor_states
 from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import run_ranks
-from tests.helpers.scenarios import Records, raised, remains, run_scenarios
+from tests.helpers.scenarios import Records, gathered, raised, remains, run_scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -379,6 +379,17 @@ def an_order_of_shards_of_its_own(rank: int, world_size: int, folder: Path) -> N
         loaded = shardstore.load(wanted, folder / "c")
         assert torch.equal(loaded["w"].to_local(), mine)
         assert loaded["w"]._spec.shard_order == spec.shard_order
+
+
+def no_rank_keeps_a_dtensor_on_the_meta_device(rank: int, world_size: int, folder: Path) -> None:
+    """Not even one that holds no element: an operation of all ranks with it would never end."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(6.0).reshape(3, 2)
+    shardstore.save({"w": distribute_tensor(whole, mesh, [Shard(0)])}, folder / "c")
+    meta: Value = {"w": distribute_tensor(whole.to("meta"), mesh, [Shard(0)])}
+    loaded = shardstore.load(meta, folder / "c")["w"]
+    assert not any(gathered(loaded.to_local().is_meta))
+    assert torch.equal(loaded.full_tensor(), whole)
 
 
 def a_local_tensor_of_several_shards(rank: int, world_size: int, folder: Path) -> None:
