@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, cast
@@ -40,7 +40,7 @@ from shardstore.loading.read import read_chunks
 from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.loading.run import LoadRequest
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
-from shardstore.state_dict_utils import StateSplit
+from shardstore.state_dict_utils import HeldShards, StateSplit
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
@@ -263,8 +263,10 @@ class _Loading:
         Raises:
             MissingKeyError: the files lack a key, and the mode does not compare keys.
         """
-        state, adoption = self.call.sharded_state_dict, Adoption(None, loading=True, arrays=True)
-        split = partial(StateSplit, state, loading=True, adopt=adoption, keep=True)
+        state = self.call.sharded_state_dict
+        adopt = _Adoption(None, loading=True, arrays=True)
+        adopt.device = self.call.device or adopt.device
+        split = partial(StateSplit, state, loading=True, adopt=adopt, keep=True)
         request = split()
         entries = [entry for _, entry in request.shards]
         found: dict[str, SourceTensor] = {}
@@ -424,10 +426,37 @@ class _Match(NamedTuple):
     unexpected: set[str]
 
 
+@dataclass
+class _Adoption(Adoption):
+    """Describes the tensors of a state dict. Those on the meta device become real ones, and tied
+    ones stay tied.
+
+    Attributes:
+        device: device of new tensors.
+        real: identity of a tensor on the meta device -> the real one.
+    """
+
+    device: torch.device | str = "cpu"
+    real: dict[object, torch.Tensor] = field(default_factory=dict)
+
+    def __call__(self, value: Any, path: dict_utils.Path) -> Any:
+        """See :class:`Adoption`."""
+        local = getattr(value, "_local_tensor", value)
+        if type(local) not in (torch.Tensor, torch.nn.Parameter) or not local.is_meta:
+            return super().__call__(value, path)
+        memory = local.untyped_storage()._cdata, local.storage_offset(), *elements_of(local)
+        if local is value and memory not in self.real:
+            self.real[memory] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        made = super().__call__(self.real.get(memory, value), path)
+        if isinstance(made, HeldShards):
+            self.real[memory] = made.tensor
+        return made
+
+
 def _memory(entry: Any) -> object:
     """Return the identity of a tensor's memory; unique if it has none."""
     data = getattr(entry, "data", None)
-    has_memory = isinstance(data, torch.Tensor) and data.data_ptr() and not data.is_meta
+    has_memory = isinstance(data, torch.Tensor) and data.data_ptr()
     return elements_of(cast(torch.Tensor, data)) if has_memory else object()
 
 

@@ -256,6 +256,16 @@ def ranks_with_different_places(rank: int, folder: Path) -> None:
     assert "different places" in str(error)
 
 
+def tied_dtensors_on_the_meta_device_stay_tied(rank: int, folder: Path) -> None:
+    """Those of a model that is built there and cut by FSDP2."""
+    place = _written(folder, rank)
+    mesh = init_device_mesh("cpu", (4,))
+    meta = distribute_tensor(WHOLE["norm"].to("meta"), mesh, [Shard(0)])
+    loaded: Any = hf.load({"norm": meta, "tied": meta.detach()}, place)
+    assert torch.equal(loaded["tied"].full_tensor(), WHOLE["norm"])
+    assert loaded["tied"].to_local().data_ptr() == loaded["norm"].to_local().data_ptr()
+
+
 def missing_names_are_those_of_no_rank(rank: int, folder: Path) -> None:
     place = _written(folder, rank)
     keys = sorted(WHOLE)[rank::WORLD]

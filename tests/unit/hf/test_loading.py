@@ -127,6 +127,19 @@ def test_tied_weights_are_loaded_from_the_one_that_is_stored(place: Path) -> Non
         hf.load({**state, "untied": torch.zeros(4, 6)}, place)
 
 
+def test_weights_that_are_tied_on_the_meta_device_are_loaded_and_stay_tied(place: Path) -> None:
+    """As those of a model that is built there; a part of the same memory is no tied weight."""
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 4, bias=False) for name in "ab"})
+        model["b"].weight = model["a"].weight
+        memory = torch.empty(8, 6)
+    loaded: Any = hf.load(model.state_dict(), place, names={"a.weight": "w"})
+    assert torch.equal(loaded["b.weight"], W)
+    assert loaded["b.weight"].data_ptr() == loaded["a.weight"].data_ptr()
+    with pytest.raises(MissingKeyError, match="'v'"):
+        hf.load({"w": memory[:4], "v": memory[4:]}, place)
+
+
 @pytest.mark.parametrize("keys", [["embed", "head"], ["head", "embed"], ["head"]])
 def test_weights_tied_at_the_save_are_loaded_where_they_are_not_tied(
     tmp_path: Path, keys: list[str]
