@@ -464,10 +464,11 @@ def whole_tensors(arrays: Mapping[str, ArrayMeta]) -> ShardedStateDict:
 
 
 def with_destinations(wanted: ShardedStateDict, device: torch.device) -> ShardedStateDict:
-    """Return the state dict with new tensors on a device for sharded tensors without data."""
+    """Return the state dict with new tensors on a device for sharded tensors without data, or with
+    data on the meta device."""
 
     def given(value: Any) -> Any:
-        if not isinstance(value, ShardedTensor) or value.data is not None:
+        if not isinstance(value, ShardedTensor) or not (value.data is None or value.data.is_meta):
             return value
         return replace(value, data=torch.empty(data_shape(value), dtype=value.dtype, device=device))
 
