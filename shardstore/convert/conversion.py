@@ -25,7 +25,7 @@ from shardstore.convert.formats import Read, Receipts, ShardstoreTarget, ZarrSou
 from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, WithPlainTensors
 from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
-from shardstore.hf.files import is_file_name
+from shardstore.hf.files import by_alignment, is_file_name
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
 from shardstore.storage.commit.identity import TORCH_NAMES, is_ours
 from shardstore.storage.format import dtypes
@@ -167,7 +167,7 @@ def convert(
         logger.warning(f"{place.url}: {text}")
     stages = _Stages(place, output, opened, built, batch_bytes, progress)
     stamps = [opened.location.stamp(name) for name in opened.roots]
-    same = [about, stamps, int(memory_budget), int(file_bytes)]
+    same = [about, stamps, int(memory_budget), int(file_bytes), "by alignment"]
     journal = _Journal(beside.child(f".{output.name}.convert.journal"), json.dumps(same))
     resumed = stages.run(journal, resume=resume, verify_as=found if verify else None)
     seconds, total, count = perf_counter() - started, stages.total, len(stages.arrays)
@@ -210,7 +210,9 @@ class _Stages:
         self._sources = {target.key_of(key): meta for key, meta in source.arrays.items()}
         self.arrays = [
             target.array(replace(meta, key=key), source.boxes(meta.key), batch_bytes)
-            for key, meta in sorted(self._sources.items())
+            for key, meta in sorted(
+                self._sources.items(), key=lambda item: (by_alignment(item[1]), item[0])
+            )
         ]
         if (count := sum(array.grid.size for array in self.arrays)) > MOST_CHUNKS:
             raise place.error(

@@ -19,6 +19,7 @@ import msgspec
 from shardstore import errors
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
+from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.names import MODEL_COMMITS
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
@@ -345,6 +346,12 @@ def _named(place: Location) -> tuple[Location, str]:
 def is_file_name(name: str) -> bool:
     """Return whether a name is that of a safetensors file or index."""
     return name.endswith(".safetensors") or _INDEX_NAME.fullmatch(name) is not None
+
+
+def by_alignment(array: ArrayMeta) -> int:
+    """Return a sort key that aligns tensors in a file, as the library safetensors does: programs
+    that map files copy all others, or fail."""
+    return -dtypes.itemsize(array.dtype)
 
 
 @dataclass(frozen=True)

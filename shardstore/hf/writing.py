@@ -28,7 +28,15 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import shard
 from shardstore.hf.block_writer import BlockWriter, BoxReader, source_of
 from shardstore.hf.blocks import Block, held_by, plan_blocks
-from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
+from shardstore.hf.files import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    FileLayout,
+    Names,
+    by_alignment,
+    is_file_name,
+    names_of,
+)
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint
@@ -468,7 +476,7 @@ class _Beginning:
         _require_same([one.same for one in described], self.ranks)
         ties = united(one.ties for one in described)
         arrays, holders = held_by([one.shards for one in described], members)
-        arrays = [meta for meta in arrays if meta.key not in ties]
+        arrays = sorted((meta for meta in arrays if meta.key not in ties), key=by_alignment)
         if not arrays:
             raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
         layout = FileLayout.of(arrays, self.arguments.file_bytes, ties, SINGLE_NAME)

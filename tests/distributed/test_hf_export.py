@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardstore
 from shardstore import CheckpointManager, ShardedTensor, hf
+from shardstore.convert import convert
 from shardstore.coverage import as_flat_range, report_shards
 from shardstore.errors import (
     AccessPatternError,
@@ -328,6 +329,22 @@ def test_names_data_types_files_and_tied_weights(tmp_path: Path) -> None:
     hf.save(state, tmp_path / "n", names={"rope": "r"}, files={"a.txt": "text", "b": b"\0"})
     assert "r" in read(tmp_path / "n")
     assert (tmp_path / "n" / "a.txt").read_text() == "text"
+
+
+def test_tensors_are_aligned(tmp_path: Path) -> None:
+    """Programs that map files copy tensors that are not, or fail."""
+    types = (torch.uint8, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.float32)
+    model = {f"w{number}": torch.ones(3).to(dtype) for number, dtype in enumerate(types)}
+    hf.save(model, tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "c")
+    convert(tmp_path / "c", tmp_path / "again", target_format="safetensors")
+    for path in tmp_path.glob("*/*.safetensors"):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        for key, value in model.items():
+            assert (start + header[key]["data_offsets"][0]) % value.itemsize == 0, (path, key)
+    assert same(read(tmp_path / "again"), model)
 
 
 def test_views_with_other_values_of_the_same_memory_are_no_tied_weights(tmp_path: Path) -> None:
