@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -71,8 +71,15 @@ _INDEX_NAME = re.compile(r".*\.safetensors\.index\.(.+\.)?json", re.DOTALL)
 """Names of indices, also of a variant (transformers documentation, "save_pretrained")."""
 
 
-def names_of(keys: Iterable[str], names: Names) -> dict[str, str]:
-    """Return the name of each key in the files, without those that have the name ``None``.
+_WRAPPERS = re.compile(r"(?<![^.])_(?:orig_mod|checkpoint_wrapped_module)\.")
+"""Parts of keys that ``torch.compile`` and checkpointed activations add."""
+
+
+def names_of(
+    keys: Iterable[str], names: Names, stored: Container[str] = frozenset()
+) -> dict[str, str]:
+    """Return the name of each key in the files, without those that have the name ``None``. A key
+    that ``names`` does not change and no file has loses the parts of wrappers.
 
     Raises:
         ArgumentError: ``names`` is neither a mapping nor a function, or gives no text.
@@ -84,7 +91,10 @@ def names_of(keys: Iterable[str], names: Names) -> dict[str, str]:
     found: dict[str, str] = {}
     keys_of: dict[str, str] = {}
     for key in keys:
-        name = given.get(key, key) if isinstance(given, Mapping) else given(key)
+        if not isinstance(given, Mapping):
+            name = given(key)
+        else:
+            name = given.get(key, key if key in stored else _WRAPPERS.sub("", key))
         if not isinstance(name, str | None) or name == "":
             raise errors.ArgumentError(
                 f"names gives key {key!r} the name {name!r}; give a text or None"

@@ -272,7 +272,7 @@ class _Loading:
         found: dict[str, SourceTensor] = {}
         lost: dict[str, str] = {}
         by_key = {entry.key: entry for entry in entries}
-        names = names_of(by_key, self.call.names)
+        names = names_of(by_key, self.call.names, sources.arrays)
         for key, entry in by_key.items():
             if (name := names.get(key)) is None:
                 raise ArgumentError(

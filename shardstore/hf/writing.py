@@ -104,8 +104,8 @@ def save(
         dtype: data type to write tensors of float64, float32, float16 and bfloat16 in; ``None``:
             their own.
         file_bytes: largest size of a file's tensors; a larger tensor is a file by itself.
-        names: names in the files by key, as a mapping (other keys keep theirs) or a function;
-            ``None`` as a name leaves the tensor out.
+        names: names in the files by key, as a mapping (other keys keep theirs, without the parts
+            of ``torch.compile``) or a function; ``None`` as a name leaves the tensor out.
         files: paths of files to add, such as ``config.json`` and those of the tokenizer, or
             name -> content. Only those of the first rank count.
         overwrite: replace the model at the place. On a disk it stays until the new one takes its

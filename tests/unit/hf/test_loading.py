@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from shardstore import hf
 from shardstore.convert import convert
@@ -23,6 +23,7 @@ from shardstore.errors import (
     NotACheckpointError,
     ShapeMismatchError,
 )
+from shardstore.hf.files import SINGLE_NAME
 from shardstore.hf.rules import concat
 from shardstore.mapping import (
     LocalNonpersistentObject,
@@ -164,6 +165,19 @@ def test_names_are_mapped(place: Path, names: Any) -> None:
     state: Any = {"x": {"w": torch.zeros(4, 6)}}
     hf.load(state, place, names=names)
     assert torch.equal(state["x"]["w"], W)
+
+
+def test_the_parts_of_keys_that_wrappers_add_are_in_no_name(tmp_path: Path) -> None:
+    """Such as ``torch.compile``, unless the files have them."""
+    state: Any = {f"0._orig_mod.{name}": torch.rand(4) for name in ("weight", "bias")}
+    state["1._orig_mod._checkpoint_wrapped_module.bias"] = torch.rand(4)
+    hf.save(state, tmp_path / "m", names={"0._orig_mod.bias": "first"})
+    assert sorted(load_file(tmp_path / "m" / SINGLE_NAME)) == ["0.weight", "1.bias", "first"]
+    save_file(state, tmp_path / "n.safetensors")
+    for place, names in (("m", {"0._orig_mod.bias": "first"}), ("n.safetensors", {})):
+        loaded: Any = {key: torch.zeros_like(value) for key, value in state.items()}
+        hf.load(loaded, tmp_path / place, names=names)
+        assert all(torch.equal(loaded[key], value) for key, value in state.items())
 
 
 def test_two_keys_with_one_name_are_an_error(place: Path) -> None:
