@@ -27,7 +27,7 @@ from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
 from shardstore.hf.files import by_alignment, is_file_name
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
-from shardstore.storage.commit.identity import TORCH_NAMES, is_ours
+from shardstore.storage.commit.identity import TORCH_NAMES, instead, is_ours
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
@@ -312,9 +312,9 @@ def detect(place: Location) -> str:
         return "dcp"
     if any(is_file_name(name) for name in names):
         return "safetensors"
+    hint = instead(place) or "if it is one, name its folder or file"
     raise place.error(
-        f" is not a checkpoint of a known format ({', '.join(FORMATS)}); if it is one, name its "
-        "folder or file",
+        f" is not a checkpoint of a known format ({', '.join(FORMATS)}); {hint}",
         NotACheckpointError,
     )
 

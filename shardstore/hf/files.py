@@ -210,7 +210,8 @@ class WeightFiles:
                 return cls(folder, [name])
             document = folder.read(name, MAX_HEADER_BYTES)
         except FileNotFoundError:
-            raise errors.NotACheckpointError(f"{path} does not exist", url=path) from None
+            more = "; give the path of another file or index" if folder is place else ""
+            raise errors.NotACheckpointError(f"{path} does not exist{more}", url=path) from None
         try:
             raw = _named_once(document).get("weight_map", msgspec.Raw(b"null"))
             weights = _named_once(raw)
@@ -340,17 +341,21 @@ def _named(place: Location) -> tuple[Location, str]:
         if len(some) == 1 and not re.search(r"-\d+-of-(?!0*1\.)\d+\.", some[0]):  # not a part
             return place, some[0]
     if place.is_missing():
-        raise place.error(" does not exist", errors.NotACheckpointError)
+        hub = "; a model of the Hub has the URL hf://ORG/MODEL" if place.is_local else ""
+        raise place.error(f" does not exist{hub}", errors.NotACheckpointError)
+    found = instead(place)
     if place.is_file():
-        found = instead(place) or "its name ends in neither .safetensors nor .json"
-        raise place.error(
-            f" is a file, but not a safetensors file: {found}", errors.NotACheckpointError
+        ends = "its name ends in neither .safetensors nor .safetensors.index.json"
+        text = f" is a file, but not a safetensors file: {found or ends}"
+    elif indices or files:
+        text = (
+            f" holds {len(indices)} safetensors indices and {len(files)} files; give the path of "
         )
-    what = f"{len(indices)} safetensors indices and {len(files)} files; give the path of one"
-    if not indices and not files:
-        what = "no safetensors file; shardstore.load reads checkpoints. Convert other models, "
-        what += "such as pytorch_model.bin, first"
-    raise place.error(f" holds {what}", errors.NotACheckpointError)
+        text += "one" if indices else f"one, or add the index of the parts ({INDEX_NAME})"
+    else:
+        other = "shardstore.load reads checkpoints. Convert other models, such as "
+        text = f" holds no safetensors file; {found or other + 'pytorch_model.bin, first'}"
+    raise place.error(text, errors.NotACheckpointError)
 
 
 def is_file_name(name: str) -> bool:

@@ -85,7 +85,9 @@ def test_the_index_of_a_variant_on_a_web_server(web: RangeServer, model: Path) -
 
 def test_a_single_file_on_a_web_server(web: RangeServer, model: Path) -> None:
     (model / "model.safetensors.index.json").unlink()
-    with pytest.raises(NotACheckpointError, match=r"model/model\.safetensors does not exist"):
+    with pytest.raises(
+        NotACheckpointError, match=r"model\.safetensors does not exist; give the path"
+    ):
         hf.load(state(), f"{web.url}/model")
     (model / "model-00001-of-00002.safetensors").rename(model / "model.safetensors")
     found = {"norm.3": torch.zeros(64)}

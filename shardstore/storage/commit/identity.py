@@ -120,6 +120,9 @@ def _folder(location: Location) -> str | None:
         return f"it is a checkpoint of PyTorch DCP: {_convert(location)}"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return f"it holds safetensors: {_convert(location)}"
+    if location.name.startswith("models--") and "snapshots" in names:
+        found = [f"{location.url}/snapshots/{name}" for name in location.listing("snapshots")]
+        return f"it is a model in the cache of the Hub: give its snapshot, {' or '.join(found[:3])}"
     if node_type(location) == "array":
         parent, _, node = location.url.rpartition("/")
         key = key_of(node) or node

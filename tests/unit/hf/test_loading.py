@@ -422,6 +422,27 @@ def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
         hf.load(zeros(), other)
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("org/model", "the URL hf://ORG/MODEL"),
+        ("models--org--tiny", r"give its snapshot, .*/models--org--tiny/snapshots/abc$"),
+        ("model", r"add the index of the parts \(model\.safetensors\.index\.json\)"),
+        ("model/config.json", r"neither \.safetensors nor \.safetensors\.index\.json"),
+    ],
+)
+def test_a_place_that_is_taken_for_a_model_is_told_with_the_remedy(
+    tmp_path: Path, place: Path, name: str, remedy: str
+) -> None:
+    hf.save({"w": W}, tmp_path / "models--org--tiny" / "snapshots" / "abc")
+    (place / "model.safetensors.index.json").rename(place / "config.json")
+    with pytest.raises(NotACheckpointError, match=remedy):
+        hf.load(zeros(), tmp_path / name)
+    if name != "org/model":
+        with pytest.raises(NotACheckpointError, match=remedy):
+            convert(tmp_path / name, tmp_path / "c")
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_the_files_of_transformers_come_before_others(tmp_path: Path, index: bool) -> None:
     """Mistral's own files, adapters and the like may lie beside a model."""
