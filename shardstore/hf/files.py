@@ -9,6 +9,7 @@ and write parts.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ START_BYTES = 256 * 1024
 HEADER_REQUESTS = 16
 """Concurrent requests for headers."""
 METADATA = "__metadata__"
+
+logger = logging.getLogger(__name__)
 
 _NAMES = {
     "BOOL": "bool", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
@@ -221,7 +224,8 @@ class WeightFiles:
         names = list(dict.fromkeys(weight_map.values()))
         outside = [name for name in names if not _FILE_NAME.fullmatch(name)]
         listed = _listed(folder, names)
-        if folder is place and SINGLE_NAME in listed and not set(names).intersection(listed):
+        has_both = folder is place and SINGLE_NAME in listed and SINGLE_NAME not in names
+        if has_both and not set(names).intersection(listed):
             return cls(folder, [SINGLE_NAME])  # transformers leaves the index of a larger model
         if lost := outside or sorted(set(names).difference(listed)):
             what = f"it names {lost[0]!r}, which is not a file in the same folder"
@@ -234,6 +238,9 @@ class WeightFiles:
             raise damaged(path, f"it names {error}, which does not exist") from None
         if missing := sorted(set(weight_map) - set(found.arrays)):
             raise damaged(path, f"{missing[:4]} are in no file")
+        if has_both:
+            text = "%s also holds %s, which from_pretrained loads; to load it, give its path"
+            logger.warning(f"{text} (loaded: the files of %s)", folder.url, SINGLE_NAME, name)
         return found
 
     def read(self, reads: Sequence[RegionRead], done: ReadDone = lambda *_: None) -> None:

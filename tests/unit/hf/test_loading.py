@@ -443,6 +443,18 @@ def test_a_place_that_is_taken_for_a_model_is_told_with_the_remedy(
             convert(tmp_path / name, tmp_path / "c")
 
 
+def test_an_index_comes_before_a_single_file_and_a_warning_tells(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers leaves the file when a larger model is saved over it, and then loads the old."""
+    save_file({"w": W + 1, "b": B}, place / "model.safetensors")
+    for given, plus, warnings in ((place, 0, 1), (place / "model.safetensors", 1, 0)):
+        caplog.clear()
+        hf.load(state := zeros(), given)
+        assert torch.equal(state["w"], W + plus)
+        assert caplog.text.count("also holds model.safetensors") == warnings
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_the_files_of_transformers_come_before_others(tmp_path: Path, index: bool) -> None:
     """Mistral's own files, adapters and the like may lie beside a model."""
