@@ -125,6 +125,13 @@ def stack(rule: Rule, over: str) -> Rule:
     """
 
     def made(fields: Fields, sources: Sources) -> SourceTensor:
+        try:
+            sources.made(rule, {name: fields[name] for name in fields if name != over})
+        except (errors.ArgumentError, errors.MissingKeyError):
+            pass
+        else:
+            text = f"stack(..., over={over!r}) in a rule would never end: no template in it has "
+            raise errors.ArgumentError(f"{text}the field {{{over}}}")
         found: list[SourceTensor] = []
         try:
             while True:

@@ -151,6 +151,9 @@ def test_what_rules_refuse() -> None:
     for rule in ("layers.{layer}.q", index("layers.0.fused", "{layer}")):
         with pytest.raises(ArgumentError, match=r"field 'layer'"):
             made(rule)
+    for rule in ("layers.0.q", concat("layers.0.q", index("layers.0.fused", 1))):
+        with pytest.raises(ArgumentError, match=r"over='e'.*never end.*the field \{e\}"):
+            made(stack(rule, over="e"))
     with pytest.raises(ArgumentError, match=r"gives 'x' in a rule"):
         made(index("layers.0.fused", "x"))
     with pytest.raises(ShapeMismatchError, match=r"\(24, 4\).*24 elements are not 7 equal parts"):
