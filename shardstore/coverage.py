@@ -105,7 +105,9 @@ def merge_layouts(reports: Sequence[ShardReport], ranks: Sequence[int]) -> Layou
     """
     layouts = Layouts()
     for key, held in shards_of(reports, ranks).items():
-        _check_same(held, {"global_shape": errors.AccessPatternError})  # the commit checks the rest
+        require_alike(
+            held, {"global_shape": errors.AccessPatternError}
+        )  # the commit checks the rest
         tensors = [tensor for _, tensor in held if isinstance(tensor, ShardedTensor)]
         irregular = [local_box(one) for one in tensors if one.axis_fragmentations is None]
         if irregular:
@@ -286,7 +288,7 @@ def _samples(reports: Sequence[ShardReport], ranks: Sequence[int]) -> Iterable[_
 
 def _check_cover(held: _Held) -> None:
     """Check that ranks describe a tensor or object alike, and that its main replicas tile it."""
-    _check_same(held)
+    require_alike(held)
     sample, flat = held[0][1], _flat_ranges(held)
     # Flat ranges of one box count as one tile of the global tensor.
     tiles = [(box, [r.rank for r in ranges]) for box, ranges in flat.items()]
@@ -294,14 +296,7 @@ def _check_cover(held: _Held) -> None:
         box, is_flat = Box(item.global_offset, (1,) * len(item.global_offset)), False
         if isinstance(item, ShardedTensor):
             box, is_flat = local_box(item), item.flattened_range is not None
-        if not is_within(box, item.global_shape):
-            raise errors.AccessPatternError(
-                f"Invalid access pattern for {item.key!r}: the shard of rank {rank} at offset "
-                f"{box.offset} of shape {box.shape} reaches outside the global shape "
-                f"{item.global_shape}",
-                key=item.key,
-                rank=rank,
-            )
+        require_inside(item, box, rank)
         if is_main_replica(item.replica_id) and not is_flat:
             tiles.append((box, [rank]))
     fault = find_tiling_fault([box for box, _ in tiles], sample.global_shape)
@@ -323,6 +318,18 @@ def _check_cover(held: _Held) -> None:
         )
 
 
+def require_inside(item: ShardedTensor | ShardedObject, box: Box, rank: int) -> None:
+    """Raise :class:`AccessPatternError` if the box of a rank's shard is not in the global shape."""
+    if not is_within(box, item.global_shape):
+        raise errors.AccessPatternError(
+            f"Invalid access pattern for {item.key!r}: the shard of rank {rank} at offset "
+            f"{box.offset} of shape {box.shape} reaches outside the global shape "
+            f"{item.global_shape}",
+            key=item.key,
+            rank=rank,
+        )
+
+
 _AGREED: dict[str, type[errors.CheckpointingException]] = {
     "dtype": errors.DTypeMismatchError,
     "global_shape": errors.ShapeMismatchError,
@@ -333,7 +340,7 @@ _AGREED: dict[str, type[errors.CheckpointingException]] = {
 _described = attrgetter("key", *_AGREED)
 
 
-def _check_same(
+def require_alike(
     held: _Held, agreed: Mapping[str, type[errors.CheckpointingException]] = _AGREED
 ) -> None:
     """Check that all ranks, replicas included, describe a tensor or object alike: they agree on its
@@ -412,7 +419,7 @@ def check_same(reports: Sequence[ShardReport], ranks: Sequence[int]) -> None:
         AccessPatternError: they do not; the text names key, ranks and both sides.
     """
     for held in _samples(reports, ranks):
-        _check_same(held, dict.fromkeys(_AGREED, errors.AccessPatternError))
+        require_alike(held, dict.fromkeys(_AGREED, errors.AccessPatternError))
 
 
 def _first_ranks(ranks: Iterable[int]) -> list[int]:

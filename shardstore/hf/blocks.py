@@ -16,11 +16,17 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from shardstore.coverage import ShardReport, find_tiling_fault, shards_of
+from shardstore.coverage import (
+    ShardReport,
+    find_tiling_fault,
+    require_alike,
+    require_inside,
+    shards_of,
+)
 from shardstore.errors import AccessPatternError
 from shardstore.hf.files import FileLayout
 from shardstore.loading.plan import moved
-from shardstore.mapping import ShardedTensor, flat_bounds, is_within, local_box
+from shardstore.mapping import ShardedTensor, flat_bounds, local_box
 from shardstore.saving.plan import stored_name
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
@@ -104,28 +110,15 @@ def held_by(
     arrays: list[ArrayMeta] = []
     holders: dict[str, Holders] = {}
     whole = set[tuple[Any, ...]]()  # most tensors of a model are cut as others are
+    agreed = dict.fromkeys(("global_shape", "dtype"), AccessPatternError)
     for key, held in shards_of(reports, ranks).items():
+        require_alike(held, agreed)
         _, first = held[0]
         assert isinstance(first, ShardedTensor)
         boxes: Holders = defaultdict(list)
         for rank, tensor in held:
             assert isinstance(tensor, ShardedTensor)
-            said = (tensor.global_shape, tensor.dtype)
-            if said != (first.global_shape, first.dtype):
-                raise AccessPatternError(
-                    f"key {key!r} is a tensor of {first.global_shape}, {first.dtype} on rank "
-                    f"{held[0][0]} and of {said[0]}, {said[1]} on rank {rank}; ranks must agree",
-                    key=key,
-                    rank=rank,
-                )
-            if not is_within(local_box(tensor), tensor.global_shape):
-                raise AccessPatternError(
-                    f"key {key!r}: the shard of rank {rank} at offset {tensor.global_offset} of "
-                    f"shape {local_box(tensor).shape} reaches outside the global shape "
-                    f"{tensor.global_shape}",
-                    key=key,
-                    rank=rank,
-                )
+            require_inside(tensor, local_box(tensor), rank)
             for box in boxes_of(tensor):
                 if rank not in boxes[box]:
                     boxes[box].append(rank)

@@ -295,7 +295,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: 
     texts = (
         "at offset (18, 0) of shape (1, 16) is on no rank",
         "is in different shards of ranks [0, 1]", "reaches outside the global shape (37, 16)",
-        "(2,), torch.float32 on rank 0 and of (3,), torch.float32 on rank 1", "/m1", "bfloat16",
+        "global_shape (2,) on rank 0 and (3,) on rank 1", "/m1", "bfloat16",
         "file_bytes=0", "missing.json", "would both have the name 'one'", "memory of one process",
         "is on no rank",
     )  # fmt: skip
