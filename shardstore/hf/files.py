@@ -63,6 +63,12 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[Size, Size]
 
 
+class _Index(msgspec.Struct):
+    """An index."""
+
+    weight_map: dict[str, str]
+
+
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
 """Key in a state dict -> name in the files, as a mapping of those that differ or a function."""
 FilePosition = tuple[str, int]
@@ -163,11 +169,12 @@ class WeightFiles:
         """Add the tensors and the metadata of a file of ``size`` bytes with a header ``text``."""
         path, length = f"{self.location.url}/{name}", len(text)
         try:
-            header = _named_once(text)
-            about = header.pop(METADATA, msgspec.Raw(b"null"))
-            self.metadata |= msgspec.json.decode(about, type=dict[str, str] | None) or {}
-            entries = {key: msgspec.json.decode(raw, type=_Entry) for key, raw in header.items()}
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            header = msgspec.convert(json.loads(text, object_pairs_hook=_unique), dict[str, Any])
+            self.metadata |= (
+                msgspec.convert(header.pop(METADATA, None), dict[str, str] | None) or {}
+            )
+            entries = msgspec.convert(header, dict[str, _Entry])
+        except (msgspec.ValidationError, RecursionError, ValueError) as error:
             raise damaged(path, error) from error
         position = 0
         for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -216,11 +223,10 @@ class WeightFiles:
             more = "; give the path of another file or index" if folder is place else ""
             raise errors.NotACheckpointError(f"{path} does not exist{more}", url=path) from None
         try:
-            raw = _named_once(document).get("weight_map", msgspec.Raw(b"null"))
-            weights = _named_once(raw)
-            weight_map = {key: msgspec.json.decode(name, type=str) for key, name in weights.items()}
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            index = msgspec.convert(json.loads(document, object_pairs_hook=_unique), _Index)
+        except (msgspec.ValidationError, RecursionError, ValueError) as error:
             raise damaged(path, error) from error
+        weight_map = index.weight_map
         names = list(dict.fromkeys(weight_map.values()))
         outside = [name for name in names if not _FILE_NAME.fullmatch(name)]
         listed = _listed(folder, names)
@@ -295,30 +301,11 @@ def _header_of(folder: Location, name: str) -> tuple[int, bytes]:
     return size, (start + more)[8 : 8 + length]
 
 
-class _JsonKey(str):
-    """A key of a JSON object. Another class than ``str``, so that msgspec calls the hook."""
-
-
-def _named_once(text: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """Return the members of a JSON object, not decoded.
-
-    Raises:
-        DecodeError: it is no JSON object, or a key is there twice.
-    """
-    count = 0
-
-    def counted(_: type, key: str) -> _JsonKey:
-        nonlocal count
-        count += 1
-        return _JsonKey(key)
-
-    try:
-        found = msgspec.json.decode(text, type=dict[_JsonKey, msgspec.Raw], dec_hook=counted)
-    except RecursionError as error:
-        raise msgspec.DecodeError(str(error)) from error
-    if len(found) < count:
-        raise msgspec.DecodeError(f"{count - len(found)} key(s) are there twice")
-    return {str(key): value for key, value in found.items()}
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object. Raise :class:`ValueError` if a name is there twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"{len(pairs) - len(found)} key(s) are there twice")
+    return found
 
 
 def _has_listing(place: Location) -> bool:
