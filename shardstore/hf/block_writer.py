@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
-from shardstore.hf.blocks import BLOCK_BYTES, Block, Piece
+from shardstore.hf.blocks import BLOCK_BYTES, Block, Piece, exchange_pieces
 from shardstore.hf.files import FileLayout
 from shardstore.hf.places import Place
 from shardstore.saving.plan import LocalData, data_of, fetched
@@ -126,7 +125,7 @@ class BlockWriter:
         for it, or what is sent."""
         is_owner = block.owner == self.ranks.rank
         moved = (p for p in block.pieces if (p.rank == self.ranks.rank) != is_owner)
-        return is_owner * block.size + sum(piece.box.size * piece.itemsize for piece in moved)
+        return is_owner * block.size + sum(piece.nbytes for piece in moved)
 
     def _wait(self, pending: Iterable[Future[None]]) -> None:
         for future in pending:
@@ -165,36 +164,20 @@ class BlockWriter:
         All ranks exchange the blocks in the same order, so that no two wait for each other. If a
         piece of this rank cannot be read, zeros are sent, and the error is kept for the commit.
         """
-        rank = self.ranks.rank
-        sends: list[tuple[int, NDArray[np.uint8]]] = []
-        receives: list[tuple[int, NDArray[np.uint8]]] = []
-        arriving: list[Callable[[], None]] = []
-        data: list[tuple[Block, NDArray[np.uint8]]] = []
-        for block in blocks:
-            buffer = _Buffer(self, block) if block.owner == rank else None
-            if buffer is not None:
-                data.append((block, buffer.data))
-            for piece in block.pieces:
-                size = piece.box.size * piece.itemsize
-                if piece.rank != rank:
-                    if buffer is not None:
-                        receives.append((piece.rank, received := np.empty(size, np.uint8)))
-                        arriving.append(partial(buffer.put, piece, received))
-                    continue
-                try:
-                    held = self._fetched(piece)
-                except Exception as problem:
-                    self.failure = self.failure or problem
-                    held = np.zeros(size, np.uint8)
-                if buffer is not None:
-                    buffer.put(piece, held)
-                else:
-                    sends.append((block.owner, held))
-        if sends or receives:
-            self.ranks.exchange(sends, receives)
-        for arrived in arriving:
-            arrived()
-        return data
+        buffers = {id(one): _Buffer(self, one) for one in blocks if one.owner == self.ranks.rank}
+
+        def give(_: Block, piece: Piece) -> NDArray[np.uint8]:
+            try:
+                return self._fetched(piece)
+            except Exception as problem:
+                self.failure = self.failure or problem
+                return np.zeros(piece.nbytes, np.uint8)
+
+        def take(block: Block, piece: Piece, data: NDArray[np.uint8]) -> None:
+            buffers[id(block)].put(piece, data)
+
+        exchange_pieces(self.ranks, blocks, give, take, to_owner=True)
+        return [(one, buffers[id(one)].data) for one in blocks if id(one) in buffers]
 
 
 class _Buffer:
@@ -208,8 +191,5 @@ class _Buffer:
 
     def put(self, piece: Piece, data: NDArray[np.uint8]) -> None:
         """Copy a piece to its place."""
-        # NumPy copies the data types that it lacks element by element.
-        dtype = np.dtype(f"u{piece.itemsize}")
-        whole = np.ndarray(piece.whole.shape, dtype, self._memory, MARGIN + piece.start)
-        where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.whole.offset).slices)
-        whole[where] = data.view(dtype).reshape(piece.box.shape)
+        where = piece.within(self._memory, MARGIN)
+        where[...] = data.view(where.dtype).reshape(where.shape)

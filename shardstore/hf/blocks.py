@@ -1,4 +1,5 @@
-"""Which rank writes which bytes of safetensors files: a pure function of the layouts of all ranks.
+"""Which rank writes which bytes of safetensors files, and how ranks exchange parts of them. The
+plan is a pure function of the layouts of all ranks.
 
 A block is a range of a file that one rank writes. On a disk, blocks end where shards end, so that
 most ranks write their own memory. In an object store, they are the parts of an upload. If other
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shardstore.coverage import (
     ShardReport,
@@ -23,6 +25,7 @@ from shardstore.coverage import (
     require_inside,
     shards_of,
 )
+from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import AccessPatternError
 from shardstore.hf.files import FileLayout
 from shardstore.loading.plan import moved
@@ -62,6 +65,20 @@ class Piece(NamedTuple):
     start: int
     itemsize: int
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.box.size * self.itemsize
+
+    def within(self, memory: NDArray[np.uint8], offset: int = 0) -> NDArray[Any]:
+        """Return the piece in the memory of its block, which begins at ``offset``, as a view of
+        unsigned integers: NumPy copies the data types that it lacks element by element."""
+        dtype, start = np.dtype(f"u{self.itemsize}"), offset + self.start
+        whole: NDArray[Any] = np.ndarray(self.whole.shape, dtype, memory, start)
+        where: tuple[Any, ...] = (..., *self.box.relative_to(self.whole.offset).slices)
+        part: NDArray[Any] = whole[where]
+        return part
+
 
 class Block(NamedTuple):
     """Bytes ``start:stop`` of a file.
@@ -82,6 +99,41 @@ class Block(NamedTuple):
     def size(self) -> int:
         """Number of bytes."""
         return self.stop - self.start
+
+
+def exchange_pieces(
+    ranks: Ranks,
+    blocks: Sequence[Block],
+    give: Callable[[Block, Piece], NDArray[np.uint8]],
+    take: Callable[[Block, Piece, NDArray[np.uint8]], None],
+    *,
+    to_owner: bool,
+) -> None:
+    """Send the pieces of blocks from the ranks that hold them to the owners, or back. All ranks
+    pass the same blocks in the same order, so that no two wait for each other.
+
+    Args:
+        ranks: the ranks.
+        blocks: the blocks.
+        give: returns the bytes of a piece that this rank sends, or keeps.
+        take: gets the bytes of a piece that was sent to this rank, or kept.
+        to_owner: the direction.
+    """
+    sends, receives, arriving = [], [], []
+    for block in blocks:
+        for piece in block.pieces:
+            giver, taker = (piece.rank, block.owner) if to_owner else (block.owner, piece.rank)
+            if ranks.rank == giver == taker:
+                take(block, piece, give(block, piece))
+            elif ranks.rank == giver:
+                sends.append((taker, give(block, piece)))
+            elif ranks.rank == taker:
+                receives.append((giver, np.empty(piece.nbytes, np.uint8)))
+                arriving.append((block, piece, receives[-1][1]))
+    if sends or receives:
+        ranks.exchange(sends, receives)
+    for arrived in arriving:
+        take(*arrived)
 
 
 def boxes_of(tensor: ShardedTensor) -> list[Box]:

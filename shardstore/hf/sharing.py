@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
-from shardstore.hf.blocks import Block, Holders, Piece, pieces_of
+from shardstore.hf.blocks import Block, Holders, Piece, exchange_pieces, pieces_of
 from shardstore.hf.files import FilePosition
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -204,21 +204,8 @@ def _send(
     done: ReadDone,
 ) -> None:
     """Exchange the pieces of some blocks, and copy those of this rank to their destinations."""
-    sends, receives, arriving = [], [], []
-    for block in blocks:
-        for piece in block.pieces:
-            if block.owner == ranks.rank:
-                values = _cut(data[id(block)], piece)
-                if piece.rank != ranks.rank:
-                    sends.append((piece.rank, values))
-            elif piece.rank == ranks.rank:
-                values = np.empty(piece.box.size * piece.itemsize, np.uint8)
-                receives.append((block.owner, values))
-            if piece.rank == ranks.rank:
-                arriving.append((piece, values))
-    if sends or receives:
-        ranks.exchange(sends, receives)
-    for piece, values in arriving:
+
+    def take(_: Block, piece: Piece, values: NDArray[np.uint8]) -> None:
         for region in wanted[piece.key, piece.held]:
             dtype = dtypes.numpy_dtype(region.array.dtype)
             where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.held.offset).slices)
@@ -228,9 +215,7 @@ def _send(
                 target.copy_(dtypes.as_tensor(values.view(dtype).reshape(piece.box.shape)))
             done(out.nbytes, 0)
 
+    def give(block: Block, piece: Piece) -> NDArray[np.uint8]:
+        return as_bytes(piece.within(data[id(block)]).copy())
 
-def _cut(data: NDArray[np.uint8], piece: Piece) -> NDArray[np.uint8]:
-    """Return a copy of the bytes of a piece of a block."""
-    # NumPy copies the data types that it lacks element by element.
-    whole = np.ndarray(piece.whole.shape, f"u{piece.itemsize}", data, piece.start)
-    return as_bytes(whole[piece.box.relative_to(piece.whole.offset).slices].copy())
+    exchange_pieces(ranks, blocks, give, take, to_owner=False)
