@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -145,7 +146,7 @@ def load(
     url = shown_url(place)
     callback = callback_of(progress, shows=ranks.is_coordinator)
     with metered("load", url, callback) as meter, collector_paused():
-        found = _Loading(call, f"loading {url}").run(meter)
+        found = call.run(meter)
     if ranks.is_coordinator:
         seconds, size = perf_counter() - started, meter.now.bytes_total
         text = f"{url}: loaded, {size} bytes on rank {ranks.rank} in {seconds:.3f} s"
@@ -156,11 +157,16 @@ def load(
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _Call(LoadRequest):
-    """The arguments of :func:`load` on one rank."""
+    """A call of :func:`load` on one rank, with its arguments."""
 
     names: Names
     rules: Mapping[str, Rule] | None
     dequantize: Sequence[int] | None
+
+    @property
+    def what(self) -> str:
+        """The operation, for error texts."""
+        return f"loading {shown_url(self.checkpoint_dir)}"
 
     def check(self) -> None:
         """Raise :class:`ArgumentError` if one of the arguments of this module is wrong."""
@@ -185,76 +191,52 @@ class _Call(LoadRequest):
         block = None if self.dequantize is None else tuple(self.dequantize)
         return Sources(files.arrays, files.location.url, self.rules or {}, files.metadata, block)
 
-
-@dataclass(frozen=True)
-class _StoredFiles:
-    """The files, as the reader of a load sees a checkpoint."""
-
-    location: Location
-    arrays: Mapping[str, Any]
-    read: Callable[..., None]
-
-
-@dataclass(frozen=True)
-class _Loading:
-    """One load on one rank.
-
-    Attributes:
-        call: the arguments.
-        what: the operation, for error texts.
-    """
-
-    call: _Call
-    what: str
-
     def run(self, meter: Meter) -> tuple[mapping.StateDict, set[str], set[str]]:
         """Load, and return the state dict, the missing and the unexpected keys."""
-        step = partial(self.call.ranks.step, self.what)
-        asked, answer = step(
-            self._prepare,
-            lambda asked: pickle.dumps((asked.location.url, asked.group)),
-            self._open,
+        step = partial(self.ranks.step, self.what)
+        (location, asked), answer = step(
+            self._prepare, lambda it: pickle.dumps((it[0].url, it[1])), self._open
         )
         files, apart = pickle.loads(answer)
-        files.location = replace(files.location, options=asked.location.options)
-        shares = asked.group and asked.group.shares and asked.group.members not in apart
-        group = self.call.replica_group if shares else None
+        files.location = replace(files.location, options=location.options)
+        shares = asked and asked.shares and asked.members not in apart
+        group = self.replica_group if shares else None
         match, answer = step(
-            lambda: self._find(self.call.sources(files)),
+            lambda: self._find(self.sources(files)),
             self._used,
             lambda reports: pickle.dumps(set().union(*map(pickle.loads, reports))),
         )
         used: set[str] = pickle.loads(answer)
         planned, answer = step(
             lambda: self._plan(match, files, used),
-            lambda planned: pickle.dumps(self._scattered(planned.reads, asked.location)),
+            lambda planned: pickle.dumps(self._scattered(planned.reads, location)),
             self._wanted,
         )
         hosts: sharing.Hosts = pickle.loads(answer)
-        blocks = sharing.plan_shared(hosts.of(self.call.ranks.rank), files.arrays, files.places)
+        blocks = sharing.plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
         read, _ = step(lambda: self._read(match, planned, files, group, blocks, meter))
-        shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.call.sharded_state_dict, read))
+        shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.sharded_state_dict, read))
         return shaped, planned.missing, planned.unexpected
 
-    def _prepare(self) -> _Asked:
-        """Check the arguments."""
-        location = locate(self.call.checkpoint_dir, self.call.storage_options)
-        if self.call.error is not None:
-            raise self.call.error
-        self.call.check()
+    def _prepare(self) -> tuple[Location, ReadGroup | None]:
+        """Check the arguments. Return the place, and the group whose ranks could share the
+        reading."""
+        location = locate(self.checkpoint_dir, self.storage_options)
+        if self.error is not None:
+            raise self.error
+        self.check()
         if wait := latest_save.get(location.url):
             wait()
-        group = read_group(self.call.replica_group, self.call.share_replicas, location)
-        return _Asked(location, group)
+        return location, read_group(self.replica_group, self.share_replicas, location)
 
     def _open(self, reports: Sequence[bytes]) -> bytes:
         """Read the headers for all ranks. The coordinator calls it."""
         urls, offers = zip(*map(pickle.loads, reports), strict=True)
         if len(set(urls)) > 1:
             raise ArgumentError(f"{self.what}: the ranks give different places: {set(urls)}")
-        by_rank = dict(zip(self.call.ranks.members, offers, strict=True))
+        by_rank = dict(zip(self.ranks.members, offers, strict=True))
         apart = groups_reading_alone(by_rank, urls[0])
-        location = locate(self.call.checkpoint_dir, self.call.storage_options)
+        location = locate(self.checkpoint_dir, self.storage_options)
         return pickle.dumps((WeightFiles.open(location), apart))
 
     def _find(self, sources: Sources) -> _Match:
@@ -263,16 +245,16 @@ class _Loading:
         Raises:
             MissingKeyError: the files lack a key, and the mode does not compare keys.
         """
-        state = self.call.sharded_state_dict
+        state = self.sharded_state_dict
         adopt = _Adoption(None, loading=True, arrays=True)
-        adopt.device = self.call.device or adopt.device
+        adopt.device = self.device or adopt.device
         split = partial(StateSplit, state, loading=True, adopt=adopt, keep=True)
         request = split()
         entries = [entry for _, entry in request.shards]
         found: dict[str, SourceTensor] = {}
         lost: dict[str, str] = {}
         by_key = {entry.key: entry for entry in entries}
-        names = names_of(by_key, self.call.names, sources.arrays)
+        names = names_of(by_key, self.names, sources.arrays)
         for key, entry in by_key.items():
             if (name := names.get(key)) is None:
                 raise ArgumentError(
@@ -294,7 +276,7 @@ class _Loading:
             if other in sources.arrays and isinstance(entry, mapping.ShardedTensor):
                 found[entry.key] = sources.of(other, entry.dtype)  # tied when it was saved
         unexpected = set(lost) - tied - set(found)
-        if unexpected and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.call.mode):
+        if unexpected and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
             name = next(name for key, name in lost.items() if key in unexpected)
             more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
             raise missing_key(name, sources.arrays, sources.url, more)
@@ -304,26 +286,26 @@ class _Loading:
 
     def _used(self, match: _Match) -> bytes:
         """Return a report of the stored tensors that this rank uses, if a mode needs it."""
-        compares = self.call.compares_all
+        compares = self.compares_all
         return pickle.dumps({k for s in match.sources.values() for k in s.keys if compares})
 
     def _plan(self, match: _Match, files: WeightFiles, used: set[str]) -> _Planned:
         """Compare the keys in the mode of ``strict``, and plan the reads."""
-        mode = self.call.mode
+        mode = self.mode
         wanted = {str(number): one for number, (_, one) in enumerate(match.request.shards)}
-        missing = set(files.arrays) - used if self.call.compares_all else set[str]()
+        missing = set(files.arrays) - used if self.compares_all else set[str]()
         report_keys(mode, missing, match.unexpected)
-        if self.call.device is not None:
-            wanted = with_destinations(wanted, self.call.device)
+        if self.device is not None:
+            wanted = with_destinations(wanted, self.device)
         tensors = [cast(mapping.ShardedTensor, t) for t in wanted.values()]
         tensors = [t for t in tensors if t.key not in match.tied]
-        for tensor in tensors if self.call.cast and self.call.dequantize is not None else ():
+        for tensor in tensors if self.cast and self.dequantize is not None else ():
             if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
                 # A cast would give the values without their scales.
                 _refuse_unscaled(match.sources[tensor.key], files, tensor.key)
         arrays = {k: array_of_one_chunk(k, s.shape, s.dtype) for k, s in match.sources.items()}
         try:
-            plan = plan_reads(tensors, arrays, files.location.url, cast=self.call.cast)
+            plan = plan_reads(tensors, arrays, files.location.url, cast=self.cast)
         except DTypeMismatchError as error:
             if error.key in match.sources:
                 _refuse_unscaled(match.sources[error.key], files, error.key)
@@ -343,7 +325,7 @@ class _Loading:
     def _scattered(self, plan: ReadPlan, location: Location) -> list[tuple[str, Box]]:
         """Return the regions that are read together with other ranks of the host, if they want
         parts of the same tensors."""
-        if location.is_local or self.call.share_replicas == "never":
+        if location.is_local or self.share_replicas == "never":
             return []
         regions = (region for one in plan.values() for region in one.regions)
         # Scales are needed before the values.
@@ -356,7 +338,7 @@ class _Loading:
     def _wanted(self, reports: Sequence[bytes]) -> bytes:
         return pickle.dumps(
             sharing.wanted_by(
-                dict(zip(self.call.ranks.members, map(pickle.loads, reports), strict=True))
+                dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
             )
         )
 
@@ -374,31 +356,25 @@ class _Loading:
         shared = _take_out(plan, {(p.key, p.held) for block in blocks for p in block.pieces})
         if group is not None:
             _fit_grids(arrays, plan, group)
+        stored = SimpleNamespace(location=files.location, arrays=arrays, read=files.read)
         context = LoadContext(
-            stored=cast(Any, _StoredFiles(files.location, arrays, files.read)),
-            cast=self.call.cast,
-            budget_bytes=self.call.exchange_budget_bytes,
+            stored=cast(Any, stored),
+            cast=self.cast,
+            budget_bytes=self.exchange_budget_bytes,
             group=group,
             meter=meter,
         )
-        has_scales = self.call.dequantize and any(key.endswith(SCALE_SUFFIXES) for key in arrays)
+        has_scales = self.dequantize and any(key.endswith(SCALE_SUFFIXES) for key in arrays)
         try:
             read_chunks(context, _part(plan, scaled=False) if has_scales else plan)
         finally:  # the other ranks wait for pieces
             if blocks:
                 meter.tell("move", bytes_total=sum(region.out.nbytes for region in shared))
-                sharing.read_shared(self.call.ranks, blocks, shared, files.read_range, meter.count)
+                sharing.read_shared(self.ranks, blocks, shared, files.read_range, meter.count)
         if has_scales:
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in wanted.values() if t.key in match.tied}
         return match.request.merged({}, assemble(plan, wanted, files.location.url, tied))
-
-
-class _Asked(NamedTuple):
-    """What a rank asks for: the place, and the group whose ranks could share the reading."""
-
-    location: Location
-    group: ReadGroup | None
 
 
 class _Planned(NamedTuple):
