@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
 
 from shardstore import errors
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
-from shardstore.coverage import ShardReport, report_shards
+from shardstore.coverage import report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
 from shardstore.dtensor.adoption import shard
 from shardstore.hf.block_writer import BlockWriter, BoxReader, source_of
-from shardstore.hf.blocks import Block, held_by, plan_blocks
+from shardstore.hf.blocks import held_by, plan_blocks
 from shardstore.hf.files import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -253,24 +253,22 @@ class _Arguments:
             ArgumentError: they are no paths or texts, a file does not exist, or a name is refused
                 or there twice.
         """
-        given: list[tuple[Any, Any]]
+        given: Any = self.files
         try:
-            if isinstance(self.files, Mapping):
-                given = list(self.files.items())
-            elif isinstance(self.files, str | os.PathLike):
+            if isinstance(given, str | os.PathLike):
                 raise TypeError("one path")
-            else:
-                paths = [os.path.abspath(os.fsdecode(path)) for path in self.files]
-                named: dict[str, str] = {}
-                for path in paths:
-                    if (other := named.setdefault(path.rpartition("/")[2], path)) != path:
-                        raise errors.ArgumentError(
-                            f"files names {other} and {path}, which have the same name; give one "
-                            "of them, or name -> content"
-                        )
-                given = [(name, _content(path)) for name, path in named.items()]
+            if not isinstance(given, Mapping):
+                paths = dict.fromkeys(os.path.abspath(os.fsdecode(path)) for path in given)
+                named = {path.rpartition("/")[2]: path for path in paths}
+                for path in paths.keys() - named.values():
+                    raise errors.ArgumentError(
+                        f"files names {path} and {named[path.rpartition('/')[2]]}, which have the "
+                        "same name; give one of them, or name -> content"
+                    )
+                given = {name: _content(path) for name, path in named.items()}
             found = [
-                (n, t.encode() if isinstance(t, str) else bytes(memoryview(t))) for n, t in given
+                (name, text.encode() if isinstance(text, str) else bytes(memoryview(text)))
+                for name, text in given.items()
             ]
         except errors.ArgumentError:  # which is a TypeError too
             raise
@@ -374,57 +372,22 @@ def _begin(
             beginning.place.abandon()
         raise
     assert beginning.place is not None
-    plan: _Plan = pickle.loads(answer)
+    layout, blocks, written, state = pickle.loads(answer)
+    target, documents = arguments.target(), beginning.documents
+    place, sources = beginning.place, dict[tuple[str, Box], BoxReader]()
     export = Export(
-        ranks,
-        beginning.place,
-        plan.layout,
-        plan.blocks,
-        {},
-        plan.dtypes,
-        target=arguments.target(),
-        documents=beginning.documents,
+        ranks, place, layout, blocks, sources, written, target=target, documents=documents
     )
     try:
-        export.place.join(plan.state, export.layout)
+        place.join(state, layout)
         wanted = export.pieces
         for name, tensor in tensors:
             for box, source in sources_of(tensor):
                 if (name, box) in wanted:
-                    export.sources[name, box] = source
+                    sources[name, box] = source
     except Exception as problem:  # raised in the next step of all ranks
         export.failure = problem
     return export
-
-
-class _HeldShards(NamedTuple):
-    """A rank's report at the beginning of an export.
-
-    Attributes:
-        same: place, data type and size of files, which are the same on all ranks.
-        shards: its tensors.
-        ties: result of :func:`tied`.
-    """
-
-    same: tuple[Any, ...]
-    shards: ShardReport
-    ties: dict[str, str]
-
-
-class _Plan(NamedTuple):
-    """The answer to all ranks.
-
-    Attributes:
-        layout: the files.
-        blocks: what each rank writes.
-        dtypes: name of a tensor -> data type that it is written in.
-        state: what the ranks need to join, see :meth:`Place.begin`.
-    """
-
-    layout: FileLayout
-    blocks: list[Block]
-    dtypes: dict[str, torch.dtype]
-    state: str
 
 
 @dataclass
@@ -459,23 +422,25 @@ class _Beginning:
         return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
 
     def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
-        """Return the report of this rank."""
+        """Return what must be the same on all ranks, the layouts of this rank's tensors, and their
+        :func:`tied` names."""
         given = self.arguments
         same = given.target().url, given.dtype, given.file_bytes
         shards = [
             replace(tensor, key=name, data=None, dtype=written_as(tensor, given.dtype))
             for name, tensor in tensors
         ]
-        return pickle.dumps(_HeldShards(same, report_shards(shards), tied(tensors)))
+        return pickle.dumps((same, report_shards(shards), tied(tensors)))
 
     def decide(self, reports: list[bytes]) -> bytes:
-        """Plan and begin the export, and return the plan. The coordinator calls it."""
-        described: list[_HeldShards] = [pickle.loads(report) for report in reports]
+        """Plan and begin the export. Return the files, the blocks, the data types that tensors are
+        written in, and what the ranks need to join. The coordinator calls it."""
+        same, shards, tied_names = zip(*map(pickle.loads, reports), strict=True)
         members, target, place = self.ranks.members, self.arguments.target(), self.place
         assert place is not None
-        _require_same([one.same for one in described], self.ranks)
-        ties = united(one.ties for one in described)
-        arrays, holders = held_by([one.shards for one in described], members)
+        _require_same(same, self.ranks)
+        ties = united(tied_names)
+        arrays, holders = held_by(shards, members)
         arrays = sorted((meta for meta in arrays if meta.key not in ties), key=by_alignment)
         if not arrays:
             raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
@@ -483,8 +448,7 @@ class _Beginning:
         parts = place.part_bytes(layout)
         blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        state = place.begin(layout)
-        return pickle.dumps(_Plan(layout, blocks, written, state))
+        return pickle.dumps((layout, blocks, written, place.begin(layout)))
 
 
 def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
