@@ -229,7 +229,7 @@ class WeightFiles:
         weight_map = index.weight_map
         names = list(dict.fromkeys(weight_map.values()))
         outside = [name for name in names if not _FILE_NAME.fullmatch(name)]
-        listed = _listed(folder, names)
+        listed = folder.listing() if _has_listing(folder) else names
         has_both = folder is place and SINGLE_NAME in listed and SINGLE_NAME not in names
         if has_both and not set(names).intersection(listed):
             return cls(folder, [SINGLE_NAME])  # transformers leaves the index of a larger model
@@ -310,11 +310,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _has_listing(place: Location) -> bool:
     return not place.url.startswith(("http://", "https://"))
-
-
-def _listed(folder: Location, names: Sequence[str]) -> Sequence[str]:
-    """Return the names in a folder; those that are looked for if the server lists none."""
-    return folder.listing() if _has_listing(folder) else names
 
 
 def _named(place: Location) -> tuple[Location, str]:

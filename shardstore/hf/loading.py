@@ -216,7 +216,7 @@ class _Call(LoadRequest):
         blocks = sharing.plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
         read, _ = step(lambda: self._read(match, planned, files, group, blocks, meter))
         shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.sharded_state_dict, read))
-        return shaped, planned.missing, planned.unexpected
+        return shaped, planned.missing, match.unexpected
 
     def _prepare(self) -> tuple[Location, ReadGroup | None]:
         """Check the arguments. Return the place, and the group whose ranks could share the
@@ -291,10 +291,9 @@ class _Call(LoadRequest):
 
     def _plan(self, match: _Match, files: WeightFiles, used: set[str]) -> _Planned:
         """Compare the keys in the mode of ``strict``, and plan the reads."""
-        mode = self.mode
         wanted = {str(number): one for number, (_, one) in enumerate(match.request.shards)}
         missing = set(files.arrays) - used if self.compares_all else set[str]()
-        report_keys(mode, missing, match.unexpected)
+        report_keys(self.mode, missing, match.unexpected)
         if self.device is not None:
             wanted = with_destinations(wanted, self.device)
         tensors = [cast(mapping.ShardedTensor, t) for t in wanted.values()]
@@ -318,9 +317,7 @@ class _Call(LoadRequest):
                     region.box, region.out
                 )
             ]
-        if mode is StrictHandling.IGNORE_ALL:
-            return _Planned(wanted, plan, set(), set())
-        return _Planned(wanted, plan, missing, match.unexpected)
+        return _Planned(wanted, plan, missing)
 
     def _scattered(self, plan: ReadPlan, location: Location) -> list[tuple[str, Box]]:
         """Return the regions that are read together with other ranks of the host, if they want
@@ -378,12 +375,11 @@ class _Call(LoadRequest):
 
 
 class _Planned(NamedTuple):
-    """The wanted tensors by number, the reads for them, the missing and the unexpected keys."""
+    """The wanted tensors by number, the reads for them, and the missing keys."""
 
     wanted: mapping.ShardedStateDict
     reads: ReadPlan
     missing: set[str]
-    unexpected: set[str]
 
 
 class _Match(NamedTuple):
