@@ -137,6 +137,11 @@ _DENIED_BY_GOOGLE = (
     "(gcloud auth application-default login) or storage_options={'token': FILE}, and what they are "
     "allowed to do in this bucket"
 )
+_DENIED_BY_WEB = (
+    "the server refuses the credentials, or demands some: those in the URL, or for hf:// a token "
+    "(HF_TOKEN, or `hf auth login`) of an account that may read the model, and that has accepted "
+    "its conditions on the Hub"
+)
 _REGION = (
     'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
 )
@@ -239,6 +244,8 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
         advice = remedy(code, doing, url)
     elif any(word in name for word in ("Credential", "Profile", "SSO", "TokenRetrieval")):
         advice = SETTINGS
+    elif getattr(error, "status", None) in (401, 403):  # of a web server
+        advice = _DENIED_BY_WEB
     elif "CERTIFICATE_VERIFY_FAILED" in str(error):
         text, advice = "the connection was refused", NO_TRUST
     elif isinstance(error, PermissionError):
