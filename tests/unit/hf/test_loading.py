@@ -315,6 +315,14 @@ def test_an_axis_has_a_scale_for_each_block_or_each_position_or_one(
     assert torch.equal(whole, values)
 
 
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+def test_every_value_of_a_float8_type_is_scaled(tmp_path: Path, name: str) -> None:
+    stored = torch.arange(256, dtype=torch.uint8).view(getattr(torch, f"float8_{name}"))
+    save_file({"w": stored, "w_scale": torch.tensor(3.0)}, tmp_path / "m.safetensors")
+    hf.load(state := {"w": torch.zeros(256)}, tmp_path)
+    torch.testing.assert_close(state["w"], stored.float() * 3, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path) -> None:
     stored = {"s": torch.tensor(3.0).to(torch.float8_e4m3fn), "s_scale": torch.tensor(0.5)}
     save_file(stored, tmp_path / "m.safetensors")
