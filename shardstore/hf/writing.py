@@ -25,7 +25,9 @@ from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
 from shardstore.coverage import report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
+from shardstore.distributed.groups import first_of
 from shardstore.dtensor.adoption import shard
+from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.hf.block_writer import BlockWriter, BoxReader, source_of
 from shardstore.hf.blocks import held_by, plan_blocks
 from shardstore.hf.files import (
@@ -43,6 +45,7 @@ from shardstore.inspection.opened import OpenCheckpoint
 from shardstore.loading.plan import elements_of, held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
+from shardstore.saving.plain import digest
 from shardstore.saving.plan import data_of, plain_tensor
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -98,8 +101,9 @@ def save(
 
     Args:
         state_dict: nested dicts and lists with DTensors, plain tensors, sharded tensors and
-            factories, on any device. Plain tensors are equal on the ranks that have them. The name
-            of a tensor is its key, or its path joined by dots. Other values are left out.
+            factories, on any device. Plain tensors are equal on the ranks that have them; of those
+            that differ, the first rank's are written, with a warning. The name of a tensor is its
+            key, or its path joined by dots. Other values are left out.
         place: folder or URL. On a disk, the finished folder takes the place in one step.
         dtype: data type to write tensors of float64, float32, float16 and bfloat16 in; ``None``:
             their own.
@@ -422,25 +426,27 @@ class _Beginning:
         return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
 
     def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
-        """Return what must be the same on all ranks, the layouts of this rank's tensors, and their
-        :func:`tied` names."""
+        """Return what must be the same on all ranks, the layouts of this rank's tensors, their
+        :func:`tied` names, and :func:`samples`."""
         given = self.arguments
         same = given.target().url, given.dtype, given.file_bytes
         shards = [
             replace(tensor, key=name, data=None, dtype=written_as(tensor, given.dtype))
             for name, tensor in tensors
         ]
-        return pickle.dumps((same, report_shards(shards), tied(tensors)))
+        return pickle.dumps((same, report_shards(shards), tied(tensors), samples(tensors)))
 
     def decide(self, reports: list[bytes]) -> bytes:
         """Plan and begin the export. Return the files, the blocks, the data types that tensors are
         written in, and what the ranks need to join. The coordinator calls it."""
-        same, shards, tied_names = zip(*map(pickle.loads, reports), strict=True)
+        same, shards, tied_names, sampled = zip(*map(pickle.loads, reports), strict=True)
         members, target, place = self.ranks.members, self.arguments.target(), self.place
         assert place is not None
         _require_same(same, self.ranks)
         ties = united(tied_names)
         arrays, holders = held_by(shards, members)
+        for name in _differing(dict(zip(members, sampled, strict=True)), target.url):
+            holders[name] = {box: ranks[:1] for box, ranks in holders[name].items()}
         arrays = sorted((meta for meta in arrays if meta.key not in ties), key=by_alignment)
         if not arrays:
             raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
@@ -460,6 +466,31 @@ def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
                 f"but rank {rank} to {one}; give every rank the same",
                 rank=rank,
             )
+
+
+def _differing(sampled: Mapping[int, Mapping[str, bytes]], url: str) -> list[str]:
+    """Return the names of plain tensors that differ between ranks, after a warning.
+
+    Args:
+        sampled: :func:`samples` by rank.
+        url: target of the export.
+    """
+    held: dict[str, dict[bytes, int]] = {}
+    for rank, found in sampled.items():
+        for name, sample in found.items():
+            held.setdefault(name, {}).setdefault(sample, rank)
+    differing = [name for name, ranks in held.items() if len(ranks) > 1]
+    if differing:
+        logger.warning(
+            "%s: %d plain tensor(s) differ between ranks, such as %r on ranks %s, and those of the "
+            "first rank are written. Make DTensors of shards, and give tensors of single ranks "
+            "names of their own (names=)",
+            url,
+            len(differing),
+            differing[0],
+            first_of(held[differing[0]].values(), between=", "),
+        )
+    return differing
 
 
 # -- the tensors of a rank -------------------------------------------------------------------------
@@ -534,6 +565,17 @@ def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tens
     out = np.empty(box.shape, dtypes.numpy_dtype(meta.dtype))
     checkpoint.read([RegionRead(meta, box, out)])
     return dtypes.as_tensor(out)
+
+
+def samples(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, bytes]:
+    """Return name -> digest of a few elements of each plain tensor. It shows whether ranks hold
+    copies of one tensor, or shards and tensors of their own."""
+    return {
+        name: digest(tensor.data[tuple(slice(None, None, -(-n // 16) or 1) for n in shape)])
+        for name, tensor in tensors
+        if isinstance(tensor, ClaimedTensor) and not tensor.holders and tensor.data is not None
+        for shape in [tensor.data.shape]
+    }
 
 
 def tied(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, str]:

@@ -123,7 +123,7 @@ class PlainValues:
         if self.compared is None:
             return dict.fromkeys(self.leaves, b"")
         compared = {**dict(_walked(self.compared)), **self.arrays}
-        return {path: _digest(compared[path]) if path in compared else b"" for path in self.leaves}
+        return {path: digest(compared[path]) if path in compared else b"" for path in self.leaves}
 
     def report(self) -> ValueReport:
         """Return this rank's report."""
@@ -131,8 +131,8 @@ class PlainValues:
         return ValueReport(
             self.has_shards,
             all(path in self.arrays for path in tensors) if tensors else None,
-            _digest(sorted(map(repr, tensors))),
-            b"" if self.has_shards else _digest(sorted(map(repr, self.digests.items()))),
+            digest(sorted(map(repr, tensors))),
+            b"" if self.has_shards else digest(sorted(map(repr, self.digests.items()))),
         )
 
     def differing(self, of_coordinator: Mapping[Path, bytes]) -> bytes:
@@ -211,7 +211,7 @@ def samples_of(shards: Sequence[Any], *, compares: bool) -> dict[Any, bytes]:
         data = shard.data if compares and shard.holders else None
         if data is not None and data.numel() and dtypes.is_plain(data):
             last_row = data[(-1,) * (data.ndim - 1)].reshape(-1)
-            found[identity] = _digest(last_row[-SAMPLED:])
+            found[identity] = digest(last_row[-SAMPLED:])
     return found
 
 
@@ -283,7 +283,7 @@ def _nested(values: Mapping[Path, Any]) -> dict[Any, Any]:
     return top
 
 
-def _digest(value: Any) -> bytes:
+def digest(value: Any) -> bytes:
     """Return a digest that is the same for equal values of the same type."""
     if isinstance(value, torch.Tensor):
         with suppress(Exception):  # the fallback handles what is not dense memory

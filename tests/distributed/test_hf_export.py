@@ -306,6 +306,26 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: 
     assert remains(tmp_path) == []
 
 
+def _of_one_name(rank: int, world_size: int, folder: str) -> list[str]:
+    names = [f"experts.{number}" for number in range(4)]
+    state: State = {name: torch.full((300, 300), float(rank)) for name in names}
+    state |= {"bias": torch.ones(3), "none": torch.zeros(0, 3), "count": torch.tensor(rank)}
+    with logged() as texts:
+        hf.save(state, f"{folder}/m")
+    return texts
+
+
+def test_plain_tensors_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    """Such as shards that are no DTensors. The ranks divide the writing of equal ones."""
+    (warning,), *others = run_ranks(_of_one_name, 3, str(tmp_path))
+    assert "5 plain tensor(s) differ between ranks, such as 'experts.0' on ranks 0, 1, 2" in warning
+    assert others == [[], []]
+    found = read(tmp_path / "m")
+    assert len(found) == 7
+    assert not any(found[f"experts.{number}"].any() for number in range(4))
+    assert found["count"] == 0
+
+
 # -- one rank --------------------------------------------------------------------------------------
 
 
