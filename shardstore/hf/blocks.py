@@ -203,7 +203,7 @@ def plan_blocks(
 
     Args:
         layout: the files.
-        arrays: the tensors in them, in their order.
+        arrays: the tensors in them.
         holders: see :func:`held_by`.
         ranks: the ranks.
         part_bytes: size of the parts that files are cut into; ``None``: they are cut where shards
@@ -211,6 +211,7 @@ def plan_blocks(
         in_order: one rank writes each file, from its beginning to its end.
     """
     load = Counter(dict.fromkeys(ranks, 0))
+    arrays = sorted(arrays, key=lambda meta: layout.places[meta.key])
     if part_bytes is None:
         return list(_where_shards_end(layout, arrays, holders, load))
     by_file: dict[str, list[tuple[int, int, _Sweep]]] = {name: [] for name in layout.heads}

@@ -381,7 +381,8 @@ class FileLayout:
         metadata: Mapping[str, str],
         single: str | None = None,
     ) -> FileLayout:
-        """Lay tensors out in files, in the given order. A pure function.
+        """Lay tensors out in files, in the given order, and :func:`by_alignment` within a file. A
+        pure function.
 
         Args:
             arrays: the tensors.
@@ -405,6 +406,7 @@ class FileLayout:
             name = f"model-{number:05}-of-{len(groups):05}.safetensors"
             if single is not None and len(groups) == 1:
                 name = single
+            group.sort(key=by_alignment)
             layout._add(name, group, {**(metadata if number == 1 else {}), "format": "pt"})
         return layout
 

@@ -30,15 +30,7 @@ from shardstore.dtensor.adoption import shard
 from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.hf.block_writer import BlockWriter, BoxReader, source_of
 from shardstore.hf.blocks import held_by, plan_blocks
-from shardstore.hf.files import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    FileLayout,
-    Names,
-    by_alignment,
-    is_file_name,
-    names_of,
-)
+from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint
@@ -434,7 +426,8 @@ class _Beginning:
             replace(tensor, key=name, data=None, dtype=written_as(tensor, given.dtype))
             for name, tensor in tensors
         ]
-        return pickle.dumps((same, report_shards(shards), tied(tensors), samples(tensors)))
+        sampled = samples(tensors) if self.ranks.world_size > 1 else {}
+        return pickle.dumps((same, report_shards(shards), tied(tensors), sampled))
 
     def decide(self, reports: list[bytes]) -> bytes:
         """Plan and begin the export. Return the files, the blocks, the data types that tensors are
@@ -447,7 +440,7 @@ class _Beginning:
         arrays, holders = held_by(shards, members)
         for name in _differing(dict(zip(members, sampled, strict=True)), target.url):
             holders[name] = {box: ranks[:1] for box, ranks in holders[name].items()}
-        arrays = sorted((meta for meta in arrays if meta.key not in ties), key=by_alignment)
+        arrays = [meta for meta in arrays if meta.key not in ties]
         if not arrays:
             raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
         layout = FileLayout.of(arrays, self.arguments.file_bytes, ties, SINGLE_NAME)
