@@ -27,7 +27,7 @@ from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
 from shardstore.hf.files import by_alignment, is_file_name
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
-from shardstore.storage.commit.identity import TORCH_NAMES, instead, is_ours
+from shardstore.storage.commit.identity import TORCH_NAMES, instead, is_ours, what_else
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 AnySource: TypeAlias = "ZarrSource | SafetensorsSource | dcp.DcpSource | WithPlainTensors"
 AnyTarget: TypeAlias = "ShardstoreTarget | SafetensorsTarget | dcp.DcpTarget"
-FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors")
+FORMATS = ("shardstore", "megatron-zarr", "torch_dist", "dcp", "safetensors", "zarr")
 TARGET_FORMATS = ("shardstore", "safetensors", "dcp", "megatron")
 DEFAULT_MEMORY_BUDGET = 512 * 1024 * 1024
 DEFAULT_FILE_BYTES = 5 * 1000**3
@@ -305,11 +305,13 @@ def detect(place: Location) -> str:
     if config is not None and config.sharded_backend == "torch_dist":
         return "torch_dist"
     if "zarr.json" in names and is_ours(place):
-        return "shardstore"
+        return "shardstore" if config is not None or what_else(place) is None else "zarr"
     if config is not None:
         return "megatron-zarr"
     if DCP_METADATA_NAME in names:
         return "dcp"
+    if not {".zgroup", ".zarray"}.isdisjoint(names):
+        return "zarr"
     if any(is_file_name(name) for name in names):
         return "safetensors"
     hint = instead(place) or "if it is one, name its folder or file"

@@ -327,12 +327,10 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         except errors.DamagedCheckpointError as error:
             return None, str(error)
 
-    @unlocked_property
+    @property
     def is_foreign(self) -> bool:
-        """Whether another program wrote it: it may lack chunks that hold only the fill value."""
-        root = self.stored.root
-        ours = root is not None and root.format_version is not None
-        return not ours and not self.stored.has_file(CONFIG_NAME)
+        """See :attr:`~shardstore.storage.checkpoint.StoredCheckpoint.is_foreign`."""
+        return self.stored.is_foreign
 
     def references(self) -> dict[str, Any]:
         """Return references to all arrays in the format of kerchunk: a document, as JSON in a file

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -50,6 +50,8 @@ Severity = Literal["damage", "note"]
 RUN_BYTES = 32 * 1024 * 1024
 """Size of the runs of chunks that threads verify."""
 RUN_CHUNKS = 256
+GROUP_DOCUMENTS = ("zarr.json", ".zgroup", ".zattrs", ".zmetadata")
+"""Documents of groups in Zarr of other programs."""
 SHOWN_ARRAYS = 4
 SHOWN_OBJECTS = 10
 """Largest number of missing objects reported for a key, because a file name may claim any grid."""
@@ -184,6 +186,7 @@ class _Verification:
         # All files, sorted: in an object store one listing instead of one per array.
         self.names = sorted(self.location.walk_all())
         self.result = Verified()
+        self.unwritten = Counter[ArrayMeta]()
         self.lock = threading.Lock()
 
     def run(self) -> Verified:
@@ -198,6 +201,12 @@ class _Verification:
         total = self.meter.now
         threads = self.location.threads(max(1, total.bytes_total), total.chunks_total)
         run_batched(jobs, work, threads=self.threads or threads)
+        for array, count in self.unwritten.items():
+            text = (
+                f"{count} of {array.grid.size} chunks of key {array.key!r} are missing: PATH; Zarr "
+                "reads them as the fill value, which other programs do not store"
+            )
+            self._report("chunk-missing", array.node, text, "note", key=array.key)
         if not self.result.ok:
             self.stored.require_unchanged()
         self.result.seconds = perf_counter() - start
@@ -206,7 +215,7 @@ class _Verification:
     def _plan(self) -> list[_Job]:
         """Verify the documents of the checkpoint, and return jobs that verify the rest."""
         top = sorted({name.partition("/")[0] for name in self.names})
-        if not {"zarr.json", CONFIG_NAME} & set(top):
+        if not {"zarr.json", ".zgroup", CONFIG_NAME} & set(top):
             self.stored.require()
         arrays = self._read_arrays(top)
         unknown: Severity = "damage" if self._is_ours else "note"  # saves write what loads read
@@ -302,8 +311,9 @@ class _Verification:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether shardstore wrote the root document. A damaged one counts as written by it."""
-        return self.root_is_damaged or self.root is None or self.root.format_version is not None
+        """Whether it is a checkpoint, and not Zarr of another program. With a damaged root
+        document it counts as one."""
+        return self.root_is_damaged or not self.stored.is_foreign
 
     def _read_manifest(self, arrays: Sequence[ArrayMeta]) -> None:
         try:
@@ -409,6 +419,7 @@ class _Verification:
             # Megatron-Core left locks behind.
             is_known = object_place(file) or (self.root is None and folder.endswith(".sync"))
             is_known = is_known or (self.root is not None and name in self.root.file_sums)
+            is_known = is_known or (not self._is_ours and name.endswith(GROUP_DOCUMENTS))
             if not is_known and self.wants(_key(folder)):
                 self._report("foreign", name, "PATH is not part of the checkpoint", "note")
 
@@ -445,7 +456,9 @@ class _Verification:
         """Verify a chunk in the file ``name``. ``stored``: its bytes, if it is packed."""
         index, manifest, mover = array.grid.index_at(number), self.manifest, Mover.of(self.location)
         read, problem = mover.verify(array, index, manifest, hashes=self.hashes, stored=stored)
-        if problem is not None:
+        if problem is not None and problem.kind == "missing" and not self._is_ours:
+            self.unwritten[array] += 1
+        elif problem is not None:
             rank = None if manifest is None else manifest.writer(array, index)
             by = "" if rank is None else f", written by rank {rank}"
             text = f"chunk {index} of key {array.key!r} {problem.text}: PATH{by}"

@@ -196,6 +196,13 @@ class StoredCheckpoint:
             )
 
     @unlocked_property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote it: it may lack chunks that hold only the fill value."""
+        if self.root is None:
+            return not self.has_file(CONFIG_NAME)
+        return self.root.format_version is None
+
+    @unlocked_property
     def arrays(self) -> Mapping[str, ArrayMeta]:
         """All arrays by key.
 

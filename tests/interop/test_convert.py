@@ -508,6 +508,20 @@ def test_tensors_that_an_index_leaves_out_are_named_once(
         assert "'a'" not in text
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_zarr_of_other_programs_is_converted(tmp_path: Path, zarr_format: Any) -> None:
+    group = zarr.create_group(tmp_path / "z", zarr_format=zarr_format, attributes={"title": "t"})
+    array = group.create_array("a/w", shape=(6,), chunks=(2,), dtype="f4", fill_value=9)
+    array[:2] = 1
+    with pytest.raises(NotACheckpointError, match=r"Zarr group of another.*shardstore convert"):
+        shardstore.load({}, tmp_path / "z")
+    assert convert(tmp_path / "z", tmp_path / "c").source_format == "zarr"
+    assert tensors_of(tmp_path / "c")["a/w"].tolist() == [1, 1, 9, 9, 9, 9]
+    assert shardstore.open(tmp_path / "c").attrs["title"] == "t"
+    convert(tmp_path / "z" / "a" / "w", tmp_path / "w.safetensors")
+    assert load_file(tmp_path / "w.safetensors")["w"].tolist() == [1, 1, 9, 9, 9, 9]
+
+
 @pytest.mark.parametrize("target", ["c", "m.safetensors"])
 def test_arrays_of_another_program_that_nothing_reads_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str

@@ -123,14 +123,15 @@ def _folder(location: Location) -> str | None:
     if location.name.startswith("models--") and "snapshots" in names:
         found = [f"{location.url}/snapshots/{name}" for name in location.listing("snapshots")]
         return f"it is a model in the cache of the Hub: give its snapshot, {' or '.join(found[:3])}"
-    if node_type(location) == "array":
+    if ".zarray" in names or node_type(location) == "array":
         parent, _, node = location.url.rpartition("/")
         key = key_of(node) or node
         return (
             f"it is a single array: give the checkpoint, which may be {parent}, and its key, {key}"
         )
-    if "zarr.json" in names and (other := what_else(location)):
-        return f"it is {other}: open it with zarr"
+    if ".zgroup" in names or ("zarr.json" in names and what_else(location)):
+        what = "it is a Zarr group of another program: shardstore.open reads it; to load it, "
+        return what + _convert(location)
     below = [
         name
         for name in names[:_MOST]

@@ -316,6 +316,23 @@ def test_arrays_of_unknown_types_are_no_damage_in_zarr_of_another_program(tmp_pa
     assert "not verified" in unread.message
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_zarr_of_other_programs_may_lack_chunks(tmp_path: Path, zarr_format: Any) -> None:
+    """They are fill values. A checkpoint has all chunks."""
+    group = zarr.create_group(tmp_path / "g", zarr_format=zarr_format, attributes={"title": "t"})
+    group.create_group("empty").attrs["unit"] = "m"
+    for key in ("w", "v"):
+        array = group.create_array(key, shape=(6,), chunks=(2,), dtype="f4", fill_value=9)
+        array[:2] = 1
+    zarr.consolidate_metadata(tmp_path / "g", zarr_format=zarr_format)
+    result, found = check(tmp_path / "g", keys=["w"])
+    assert (result.ok, result.arrays, result.chunks) == (True, 1, 3)
+    (note,) = found
+    assert (note.kind, note.severity, note.key) == ("chunk-missing", "note", "w")
+    assert "2 of 3 chunks of key 'w'" in note.message
+    assert check(tmp_path / "g")[0].notes == 2
+
+
 def test_an_unknown_type_in_a_checkpoint_is_damage(tmp_path: Path) -> None:
     """Also without a checksum, as in those of Megatron-Core's Zarr backend."""
     shardstore.save(shardstore.shard({"w": torch.ones(4)}), tmp_path / "c", ("zarr", 1))
