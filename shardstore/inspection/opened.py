@@ -208,6 +208,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         self.stored = stored
         self.metas = stored.arrays
         self.refused = stored.refused or {}
+        self._written: dict[str, documents.ArrayMeta] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         url, root = self._place.url, self.stored.root
@@ -378,10 +379,20 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         read_decoded(self.stored.location, reads, fill_missing=True)
 
     def _as_written(self, meta: documents.ArrayMeta) -> documents.ArrayMeta:
-        """Return the description of an array with the fill value from its own document."""
-        if meta.document is not None:
-            return meta
-        return replace(meta, codecs=None, document=self.document(meta))
+        """Return the description of an array with the fill value from its own document.
+
+        Raises:
+            DamagedCheckpointError: only the group lists the array; all would read as fill values.
+        """
+        if meta.key not in self._written:
+            name = f"{meta.node}/{meta.document_name}"
+            if (text := self.stored.location.read_if_there(name)) is None:
+                what = "is missing, and the group lists the array: its files were lost, or the "
+                what += "consolidated metadata is old"
+                raise errors.damaged(f"{self.url}/{name}", what)
+            text = meta.document or text
+            self._written[meta.key] = replace(meta, codecs=None, document=text)
+        return self._written[meta.key]
 
     def __repr__(self) -> str:
         rows = [("key", "shape", "dtype", "bytes")]

@@ -16,6 +16,7 @@ import zarr
 
 import shardstore
 from shardstore.dcp import StorageWriter
+from shardstore.errors import DamagedCheckpointError
 from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -318,7 +319,7 @@ def test_arrays_of_unknown_types_are_no_damage_in_zarr_of_another_program(tmp_pa
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_zarr_of_other_programs_may_lack_chunks(tmp_path: Path, zarr_format: Any) -> None:
-    """They are fill values. A checkpoint has all chunks."""
+    """They are fill values. A checkpoint has all chunks, and an array has its document."""
     group = zarr.create_group(tmp_path / "g", zarr_format=zarr_format, attributes={"title": "t"})
     group.create_group("empty").attrs["unit"] = "m"
     for key in ("w", "v"):
@@ -331,6 +332,15 @@ def test_zarr_of_other_programs_may_lack_chunks(tmp_path: Path, zarr_format: Any
     assert (note.kind, note.severity, note.key) == ("chunk-missing", "note", "w")
     assert "2 of 3 chunks of key 'w'" in note.message
     assert check(tmp_path / "g")[0].notes == 2
+    if zarr_format == 3:  # documents of the members of Zarr v2 are read themselves
+        shutil.rmtree(tmp_path / "g" / "v")
+        assert [one.kind for one in check(tmp_path / "g")[1] if one.severity == "damage"] == [
+            "document-missing"
+        ]
+        with pytest.raises(DamagedCheckpointError, match=r"/v/zarr\.json is missing"):
+            shardstore.open(tmp_path / "g")["v"][0]
+        with pytest.raises(DamagedCheckpointError, match=r"/v/zarr\.json is missing"):
+            _ = shardstore.open(tmp_path / "g")["v"].tensorstore
 
 
 def test_an_unknown_type_in_a_checkpoint_is_damage(tmp_path: Path) -> None:
