@@ -158,7 +158,7 @@ def convert(
     log_event(logger, "convert_begin", f"{output.url}: converting", url=output.url, **about)
     started = perf_counter()
     opened: AnySource = open_source(place, found)
-    if wanted == "safetensors":
+    if wanted in ("safetensors", "dcp"):
         opened = WithPlainTensors(opened)
     if left_out := opened.left_out:
         shown, count = ", ".join(map(repr, left_out[:SHOWN])), len(left_out)

@@ -6,18 +6,21 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from shardstore.convert.formats import Arrays, FileTarget, NonTensors, Read, Receipts, values_of
 from shardstore.core import DCP_BACKEND, CheckpointingConfig
 from shardstore.dcp.files import DcpFiles, append, tensor_metadata
+from shardstore.errors import KeyNameError
 from shardstore.megatron import modernise, modernised_key
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
@@ -67,6 +70,8 @@ class DcpTarget(FileTarget):
     """
 
     _last = METADATA_NAME
+    _paths: Mapping[str, tuple[str | int, ...]] = {}
+    """Key -> path of the common values, plain tensors among them."""
 
     def __init__(self, work: Location, output: Location) -> None:
         ours = rf"__0_\d+\.distcp|{re.escape(METADATA_NAME)}|{re.escape(COMMON_STATE_NAME)}"
@@ -93,6 +98,7 @@ class DcpTarget(FileTarget):
 
     def finish(self, receipts: Receipts) -> Read:
         """Write the values that are not tensors, and make the metadata."""
+        values = list(self._values(self._rest))
         about: dict[str, Any] = {}
         paths: dict[str, Any] = {}
         stored: dict[MetadataIndex, Any] = {}
@@ -102,11 +108,13 @@ class DcpTarget(FileTarget):
                 boxes.append(meta.grid.box(index))
                 stored[MetadataIndex(key, boxes[-1].offset)] = receipts[key, index]
             about[key] = tensor_metadata(dtypes.torch_dtype(meta.dtype), meta.shape, boxes)
-            paths[key] = self._rest.record.paths.get(key, (key,))
-        values = list(self._values(self._rest))
+            paths[key] = self._paths.get(key) or self._rest.record.paths.get(key, (key,))
         # A value may be a BytesIO itself, whose content append() would take for a saved value.
         places = self._put([io.BytesIO(dump_bytes(value)) for _, _, value in values])
         for (key, path, _), place in zip(values, places, strict=True):
+            if key in about:
+                text = f"two values of the state dict have the key {key!r} in the format of DCP"
+                raise KeyNameError(f"{text}; convert to another format", key=key)
             about[key], paths[key] = BytesStorageMetadata(), path
             stored[MetadataIndex(key)] = place
         infos = {item: _StorageInfo(_file_name(n), *place) for item, (n, *place) in stored.items()}
@@ -115,8 +123,13 @@ class DcpTarget(FileTarget):
         return self._files.read
 
     def _values(self, rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
-        """Yield key, path and value of each value that is not a tensor."""
-        return values_of(rest, rest.common_values())
+        """Yield key, path and value of each value that is not an array, as DCP saves the state."""
+        flat, self._paths = flatten_state_dict(rest.common_values())
+        arrays = {meta.key for meta in self._arrays}
+        for key, value in flat.items():
+            if not (key in arrays and isinstance(value, torch.Tensor)):
+                yield key, self._paths[key], value
+        yield from values_of(rest, {})
 
     def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
         """Yield key, expected bytes and stored bytes of each value that is not a tensor."""

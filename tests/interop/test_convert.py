@@ -268,6 +268,25 @@ def test_plain_tensors_are_written_to_safetensors(tmp_path: Path) -> None:
     assert found["optim"]["state"][0]["lr"] == 0.5
 
 
+def test_values_and_plain_tensors_are_written_as_dcp_saves_them(tmp_path: Path) -> None:
+    shardstore.save(plain_state(), tmp_path / "c")
+    convert(tmp_path / "c", tmp_path / "converted", target_format="dcp", memory_budget=30)
+    dcp.save(plain_state(), checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    places = [str(tmp_path / name) for name in ("converted", "saved")]
+    found, wanted = (dcp.FileSystemReader(place).read_metadata() for place in places)
+    assert found.planner_data == wanted.planner_data
+    kinds = [{k: type(v) for k, v in one.state_dict_metadata.items()} for one in (found, wanted)]
+    assert kinds[0] == kinds[1]
+    loaded: dict[str, Any] = {"optim": {"state": {0: {"exp_avg": torch.zeros(3)}}}, "step": 0}
+    dcp.load(loaded, checkpoint_id=places[0], no_dist=True)
+    assert torch.equal(loaded["optim"]["state"][0]["exp_avg"], torch.ones(3))
+    assert loaded["step"] == 3
+    state = {"a": {"b": 2}, "x": ShardedTensor.from_rank_offsets("a.b", torch.zeros(3))}
+    shardstore.save(state, tmp_path / "twice")
+    with pytest.raises(KeyNameError, match=r"'a\.b'"):
+        convert(tmp_path / "twice", tmp_path / "n", target_format="dcp")
+
+
 def test_plain_tensors_that_cannot_be_written_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
