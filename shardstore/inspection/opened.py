@@ -521,7 +521,8 @@ class StoredArray:
         out = []
         for axis, part in enumerate([*before, *full, *after]):
             try:
-                if isinstance(part, bool):
+                # For torch, each tensor of one element is an integer.
+                if getattr(part, "ndim", 0) or "bool" in str(getattr(part, "dtype", type(part))):
                     raise TypeError
                 found = range(self.shape[axis])[part]
             except IndexError:

@@ -151,6 +151,8 @@ WRONG = [
     ((..., ...), ArgumentError, "one ellipsis"),
     ([1, 2], ArgumentError, "give integers, slices"),
     (True, ArgumentError, "is not an index"),
+    (torch.tensor([1]), ArgumentError, "is not an index"),
+    (torch.tensor(True), ArgumentError, "is not an index"),
     (None, ArgumentError, "is not an index"),
     (1.0, ArgumentError, "is not an index"),
     (slice(None, None, 0), ArgumentError, "is not an index"),
