@@ -26,6 +26,7 @@ E = TypeVar("E", bound=CheckpointingException)
 _FILE = "file://"
 # A scheme has at least two letters: a single letter is a Windows drive.
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/+)(?P<rest>.*)", re.DOTALL)
+_CHAINED = ("zip::", "tar::", "reference::", "simplecache::", "filecache::", "blockcache::")
 _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 _VERSION = re.compile(r"\?(?:.*&)?(?:versionid|generation)=.*", re.DOTALL | re.IGNORECASE)
 
@@ -71,7 +72,7 @@ def url_of(place: object) -> str:
         raise _wrong(place, "has a NUL character, which no path may contain")
     # A file system of a chain may answer from a cache, or keep many names in one file, but claims
     # and commits need the store itself.
-    if "://" in url and "::" in url:
+    if "::" in url and ("://" in url or url.startswith(_CHAINED)):
         raise _wrong(place, "is a chain of URLs, which cannot hold one: give the store's URL")
     if "://" not in url:
         try:

@@ -62,6 +62,7 @@ NO_NAMES = "part between slashes that is empty, '.' or '..'"
         ("gs:////b", "give 'gs://b'"),
         ("simplecache::memory://x/s", "chain of URLs"),
         ("zip://s::file:///x.zip", "chain of URLs"),
+        ("zip::x.zip", "chain of URLs"),
     ],
 )
 def test_a_url_that_is_not_one_place_is_refused_by_every_call(url: str, says: str) -> None:
