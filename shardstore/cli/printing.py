@@ -31,11 +31,14 @@ def complain(message: object) -> None:
 
 
 def _put(text: str, stream: TextIO) -> bool:
-    """Print a text, and return whether somebody reads it. If the reader (head, less) has gone, all
-    later output goes nowhere, so that the exit code is still that of the result."""
+    """Print a text, and return whether somebody reads it. If the reader (head, less) has gone, or
+    standard error takes no text (a full disk), all later output goes nowhere, so that the exit code
+    is still that of the result."""
     try:
         print(text, file=stream, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
+        if stream is not sys.stderr and not isinstance(error, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return False
     return True
