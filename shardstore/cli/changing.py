@@ -112,7 +112,7 @@ def rm(
     require_checkpoint(location)
     try:
         arrays = StoredCheckpoint(location).arrays.values()
-        size = f"{len(arrays)} arrays, {human_bytes(sum(map(array_bytes, arrays)))}"
+        size = f"{counted(len(arrays), 'array')}, {human_bytes(sum(map(array_bytes, arrays)))}"
     except CheckpointingException:
         size = "damaged"
     what = f"{location.url} ({size})"

@@ -314,11 +314,8 @@ def detect(place: Location) -> str:
         return "zarr"
     if any(is_file_name(name) for name in names):
         return "safetensors"
-    hint = instead(place) or "if it is one, name its folder or file"
-    raise place.error(
-        f" is not a checkpoint of a known format ({', '.join(FORMATS)}); {hint}",
-        NotACheckpointError,
-    )
+    found = instead(place) or f"it has none of the formats {', '.join(FORMATS)}"
+    raise place.error(f" is not a checkpoint: {found}", NotACheckpointError)
 
 
 def open_source(place: Location, source_format: str) -> AnySource:

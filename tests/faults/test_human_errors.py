@@ -316,7 +316,7 @@ def of_other_kinds(folder: Path) -> dict[str, tuple[Path, str]]:
         "above": (folder / "run", f"give {folder / 'run' / 'step-7'}"),
         "array": (folder / "run" / "step-7" / "w", f"{folder / 'run' / 'step-7'}"),
         "group": (folder / "group", "another program"),
-        "empty": (folder / "empty", "metadata.json"),
+        "empty": (folder / "empty", "it is an empty folder"),
     }
 
 

@@ -116,6 +116,8 @@ def instead(location: Location) -> str | None:
 
 def _folder(location: Location) -> str | None:
     names = sorted(location.listing())
+    if not names and location.is_dir():
+        return "it is an empty folder"
     if DCP_METADATA_NAME in names:
         return f"it is a checkpoint of PyTorch DCP: {_convert(location)}"
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):

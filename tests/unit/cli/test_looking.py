@@ -263,6 +263,9 @@ WRONG = [
     (["ls", "/no/such/place"], "does not exist"),
     (["ls", "PLACE/common.pt"], "a file of torch.save"),
     (["ls", "PLACE/.."], "give "),
+    (["convert", "PLACE/..", "/no/such/place"], "give PLACE"),
+    (["ls", "PLACE/hollow"], "it is an empty folder"),
+    (["convert", "PLACE/hollow", "PLACE-2"], "it is an empty folder"),
     (["ls", "PLACE", "layer.0"], "did you mean layers."),
     (["show", "PLACE", "layers.0.wieght"], "did you mean layers.0.weight"),
     (["show", "PLACE", "layers.0.weight[a]"], "is not an index"),
@@ -304,6 +307,8 @@ def test_wrong_use_gets_one_helpful_line(
     place: Path, cli: Cli, arguments: list[str], hint: str
 ) -> None:
     arguments = [argument.replace("PLACE", str(place)) for argument in arguments]
+    (place / "hollow").mkdir()
+    hint = hint.replace("PLACE", str(place))
     files = sorted(place.rglob("*"))
     assert hint in cli.refused(*arguments)
     assert sorted(place.rglob("*")) == files
@@ -352,8 +357,10 @@ def test_rm_does_not_follow_a_link(place: Path, tmp_path: Path, cli: Cli) -> Non
     assert link.is_symlink()
     assert sorted(place.rglob("*")) == files
     assert "link" in cli("rm", "--help").out
-    assert cli("rm", "--yes", place).code == 0
+    assert "(7 arrays, " in cli("rm", "--yes", place).out
     assert not place.exists()
+    shardstore.save(shardstore.shard({"w": torch.ones(3)}), place)
+    assert "(1 array, 12 B)" in cli("rm", "--yes", place).out
 
 
 def test_rm_takes_a_damaged_checkpoint_too(place: Path, cli: Cli) -> None:
