@@ -79,6 +79,9 @@ _FILE_NAME = re.compile(r"(?!\.)[^\x00-\x1f/\\:?#%]{1,255}")
 _INDEX_NAME = re.compile(r".*\.safetensors\.index\.(.+\.)?json", re.DOTALL)
 """Names of indices, also of a variant (transformers documentation, "save_pretrained")."""
 
+_RANK_NAME = re.compile(r"shard-(\d{5,})-.*\.safetensors", re.DOTALL)
+"""Names of the files of PyTorch's ``HuggingFaceStorageWriter``, with the number of the rank."""
+
 
 _WRAPPERS = re.compile(r"(?<![^.])_(?:orig_mod|checkpoint_wrapped_module)\.")
 """Parts of keys that ``torch.compile`` and checkpointed activations add."""
@@ -319,13 +322,18 @@ def _named(place: Location) -> tuple[Location, str]:
         NotACheckpointError: the place holds no safetensors file, or more than one without an index.
     """
     if is_file_name(place.name) and not place.is_dir():
-        return place.parent() or place, place.name
+        folder = place.parent() or place
+        if _RANK_NAME.match(place.name):
+            _require_all_of(folder, folder.listing() if _has_listing(folder) else [place.name])
+        return folder, place.name
     if not _has_listing(place):
         return place, INDEX_NAME if place.read_range(INDEX_NAME, 0, 1) else SINGLE_NAME
     names = place.listing()
     indices = [name for name in names if _INDEX_NAME.fullmatch(name)]
     files = [name for name in names if name.endswith(".safetensors")]
     index, single = ([name] if name in names else [] for name in MODEL_COMMITS)
+    if not (indices or single):
+        _require_all_of(place, files)
     for some in (index, single, indices, files):
         if len(some) == 1 and not re.search(r"-\d+-of-(?!0*1\.)\d+\.", some[0]):  # not a part
             return place, some[0]
@@ -345,6 +353,18 @@ def _named(place: Location) -> tuple[Location, str]:
         other = "shardstore.load reads checkpoints. Convert other models, such as "
         text = f" holds no safetensors file; {found or other + 'pytorch_model.bin, first'}"
     raise place.error(text, errors.NotACheckpointError)
+
+
+def _require_all_of(folder: Location, names: Sequence[str]) -> None:
+    """Raise :class:`NotACheckpointError` if the files of a folder hold the parts of tensors that
+    several ranks saved: a file alone would be taken for whole tensors."""
+    if {found[1] for found in map(_RANK_NAME.match, names) if found} - {"00001"}:
+        raise folder.error(
+            " holds the files in which each rank saved its parts of the tensors, with PyTorch's "
+            "HuggingFaceStorageWriter: save with enable_consolidation=True, or consolidate them "
+            "with torch.distributed.checkpoint._consolidate_hf_safetensors, first",
+            errors.NotACheckpointError,
+        )
 
 
 def is_file_name(name: str) -> bool:

@@ -514,6 +514,24 @@ def test_one_of_several_parts_is_no_whole_model(tmp_path: Path, name: str) -> No
         hf.load({"w": torch.zeros(4, 6)}, tmp_path)
 
 
+def test_the_parts_of_ranks_are_no_tensors(tmp_path: Path) -> None:
+    """As PyTorch's ``HuggingFaceStorageWriter(save_distributed=True)`` saves them."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    names = [f"shard-{rank:05}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    save_file({"w": W[:2]}, folder / names[0])
+    hf.load({"w": torch.zeros(2, 6)}, folder)  # of one rank
+    save_file({"w": W[2:]}, folder / names[1])
+    for given in (folder, *(folder / name for name in names)):
+        with pytest.raises(NotACheckpointError, match="enable_consolidation=True"):
+            hf.load({"w": torch.zeros(4, 6)}, given)
+        with pytest.raises(NotACheckpointError, match="enable_consolidation=True"):
+            convert(given, tmp_path / "c")
+    (folder / names[0]).unlink()
+    with pytest.raises(NotACheckpointError, match="enable_consolidation=True"):
+        convert(folder, tmp_path / "c")
+
+
 @pytest.mark.parametrize("name", ["model-00001-of-00001", "model-000001-of-000001", "best-of-3"])
 def test_a_part_that_is_alone_is_a_whole_model(tmp_path: Path, name: str) -> None:
     save_file({"w": W}, tmp_path / f"{name}.safetensors")
