@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardstore import errors
+from shardstore.saving.plan import stored_name
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, flat_range_boxes
@@ -202,7 +203,7 @@ class DcpFiles:
                 if unfolded is not None:
                     parts = [part for one in parts for part in _unfolded(one, shape, unfolded)]
                     shape = tuple(map(int, unfolded))
-                dtype = dtypes.zarr_name(about.properties.dtype)
+                dtype = stored_name(key, about.properties.dtype, torch.strided)
                 files.arrays[key] = array_of_one_chunk(key, shape, dtype)
                 files.parts[key] = parts
             return files

@@ -99,6 +99,18 @@ def test_dcp(tmp_path: Path) -> None:
     assert same(wanted, tensors)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.qint8])
+def test_a_type_of_dcp_that_no_array_stores_is_named_with_its_key(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    tensor = torch.zeros(4, dtype=torch.complex32)
+    if dtype == torch.qint8:
+        tensor = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, dtype)
+    dcp.save({"a": torch.ones(3), "b": tensor}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(DTypeMismatchError, match=rf"key 'b'.*{dtype}"):
+        convert(tmp_path / "a", tmp_path / "c")
+
+
 @pytest.mark.parametrize("path", [("a", 0.5), ("a", torch.float32), ("a", None), (), 3])
 def test_dcp_with_a_damaged_path(tmp_path: Path, path: object) -> None:
     """A record of such a path could not be written, or not be read."""
