@@ -312,10 +312,9 @@ def verify(
     from shardstore.inspection import verify as verification
 
     (location,) = opt.locate(storage_option, checkpoint)
-    if not location.exists("zarr.json"):
-        opened.open(location)
-    elif not location.exists("metadata.json") and node_type(location) == "array":
-        raise opened.no_checkpoint(location)
+    is_array = not location.exists("metadata.json") and node_type(location) == "array"
+    is_open = is_array or not location.exists("zarr.json")  # a damaged one cannot be opened
+    stored = opened.open(location).stored if is_open else StoredCheckpoint(location)
     findings: list[Finding] = []
 
     def found(finding: Finding) -> None:
@@ -324,8 +323,8 @@ def verify(
         if not (as_json or say(line)) and finding.severity == "damage":
             raise typer.Exit(opt.DAMAGE)  # nobody reads the other findings
 
-    stored, progress = StoredCheckpoint(location), opt.bar(as_json)
-    result = verification.verify(stored, found, keys=keys or (), hashes=hashes, progress=progress)
+    wanted, progress = keys or (), opt.bar(as_json)
+    result = verification.verify(stored, found, keys=wanted, hashes=hashes, progress=progress)
     if keys and not result.arrays and not result.objects:
         raise opt.UsageProblem(f"no key matches {', '.join(keys)}; `shardstore ls` lists all keys")
     about = {"url": location.url, "ok": result.ok, **asdict(result)}

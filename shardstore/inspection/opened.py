@@ -155,7 +155,7 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
     assert array is not None
     nothing = dict.fromkeys(("zarr.json", CONFIG_NAME, MANIFEST_NAME, COMMON_STATE_NAME))
     stored = StoredCheckpoint(location.parent() or location, documents=nothing)
-    stored.arrays = {array.key: array}
+    stored.arrays, stored.only = {array.key: array}, node
     return OpenCheckpoint(stored, location)
 
 

@@ -184,7 +184,9 @@ class _Verification:
         with suppress(CheckpointingException):  # _read_arrays() reports it
             _ = self.stored.root  # read before the listing, to detect a replacement between the two
         # All files, sorted: in an object store one listing instead of one per array.
-        self.names = sorted(self.location.walk_all())
+        only = self.stored.only
+        place = self.location.child(only) if only else self.location
+        self.names = sorted(f"{only}/{name}".lstrip("/") for name in place.walk_all())
         self.result = Verified()
         self.unwritten = Counter[ArrayMeta]()
         self.lock = threading.Lock()
@@ -215,7 +217,7 @@ class _Verification:
     def _plan(self) -> list[_Job]:
         """Verify the documents of the checkpoint, and return jobs that verify the rest."""
         top = sorted({name.partition("/")[0] for name in self.names})
-        if not {"zarr.json", ".zgroup", CONFIG_NAME} & set(top):
+        if not (self.stored.only or {"zarr.json", ".zgroup", CONFIG_NAME} & set(top)):
             self.stored.require()
         arrays = self._read_arrays(top)
         unknown: Severity = "damage" if self._is_ours else "note"  # saves write what loads read
@@ -225,7 +227,7 @@ class _Verification:
         self._read_manifest(arrays)
         nodes = {meta.node for meta in arrays}
         jobs = self._common_jobs(top) + self._object_jobs(nodes)
-        self._report_foreign(nodes | self._undescribed(nodes))
+        self._report_foreign(nodes | self._undescribed(nodes) | self.refused.keys())
         wanted = [meta for meta in arrays if self.wants(meta.key)]
         self.result.arrays = len(wanted)
         size = sum(meta.chunk_bytes * meta.grid.size for meta in wanted)

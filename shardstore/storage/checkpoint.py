@@ -80,6 +80,7 @@ class StoredCheckpoint:
 
     Attributes:
         documents: the documents that are not read again: those given, and the root document.
+        only: the node of a single array of another program, whose group counts for nothing.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class StoredCheckpoint:
         self.location = location
         self.documents = dict(documents or {})
         self.refused: Refused | None = None
+        self.only = ""
         self._threads = threads
         self._lock = threading.Lock()
 
