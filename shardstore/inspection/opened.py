@@ -382,15 +382,21 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
         """Return the description of an array with the fill value from its own document.
 
         Raises:
-            DamagedCheckpointError: only the group lists the array; all would read as fill values.
+            DamagedCheckpointError: the group lists an array that is not there, whose chunks would
+                read as fill values, or that was rewritten.
         """
         if meta.key not in self._written:
-            name = f"{meta.node}/{meta.document_name}"
-            if (text := self.stored.location.read_if_there(name)) is None:
-                what = "is missing, and the group lists the array: its files were lost, or the "
-                what += "consolidated metadata is old"
-                raise errors.damaged(f"{self.url}/{name}", what)
-            text = meta.document or text
+            url = f"{self.stored.location.url}/{meta.node}/{meta.document_name}"
+            text = self.stored.location.read_if_there(f"{meta.node}/{meta.document_name}")
+            parse = documents.parse_array if meta.zarr_format == 3 else documents.parse_v2_array
+            if text is None or parse(meta.node, text, url) != meta:
+                what = "is missing" if text is None else "differs from the copy in the group"
+                raise errors.DamagedCheckpointError(
+                    f"{url} {what}: the consolidated metadata of the group is old; renew it with "
+                    "zarr.consolidate_metadata, or put the array back",
+                    key=meta.key,
+                    url=url,
+                )
             self._written[meta.key] = replace(meta, codecs=None, document=text)
         return self._written[meta.key]
 

@@ -339,6 +339,11 @@ def test_zarr_of_other_programs_may_lack_chunks(tmp_path: Path, zarr_format: Any
     assert cli("report", tmp_path / "g" / "w", "-o", tmp_path / "page.html").code == 0
     (tmp_path / "root").rename(root)
     if zarr_format == 3:  # documents of the members of Zarr v2 are read themselves
+        zarr.open_array(tmp_path / "g" / "w", mode="a").resize((7,))
+        with pytest.raises(DamagedCheckpointError, match=r"/w/zarr\.json differs from the copy"):
+            shardstore.open(tmp_path / "g")["w"][0]
+        zarr.open_array(tmp_path / "g" / "w", mode="a").resize((6,))
+        assert shardstore.open(tmp_path / "g")["w"][5] == 9
         shutil.rmtree(tmp_path / "g" / "v")
         assert [one.kind for one in check(tmp_path / "g")[1] if one.severity == "damage"] == [
             "document-missing"
