@@ -36,6 +36,7 @@ from shardstore.storage.commit.attempt import Attempt, DeadTarget, Leftover, exi
 from shardstore.storage.commit.identity import has_dcp_metadata
 from shardstore.storage.commit.inventory import (
     deletion_rounds,
+    folders_of_others,
     known_nodes,
     model_files,
     own_names,
@@ -161,6 +162,13 @@ class FolderAttempt(Attempt):
         source, target = self.location.url, self.target.url
         if not self.overwrite and is_taken(self.target, self.commits):
             raise exists_error(self.target, meanwhile=True)
+        both = set(there := self.target.listing()).intersection(there and self.location.listing())
+        if others := both and folders_of_others(self.target, both):
+            raise self.target.error(
+                f" has a folder {min(others)!r} that no save wrote, and an array or object of the "
+                "checkpoint has this name; move it away, or save elsewhere",
+                CheckpointExistsError,
+            )
         _exchange(source, target)
         if not self.overwrite and is_taken(self.location, self.commits):
             # Another process committed between the check and the exchange.

@@ -168,6 +168,20 @@ def own_names(
     return list(filter(is_own, names))
 
 
+def folders_of_others(location: Location, folders: Iterable[str]) -> set[str]:
+    """Return those of the folders directly below a target that no checkpoint has, and that have
+    files that no save, whole or interrupted, could have written."""
+    names = [*location.listing(), *(name for one in folders for name in location.walk(one))]
+    ours, foreign = known_nodes(location, names)
+    own = {name.partition("/")[0] for name in own_names(names, ours, foreign)}.union(OWN_FILES)
+    others = set[str]()
+    for first, below, rest in (name.partition("/") for name in names):
+        could_be_own = _CHUNK.fullmatch(rest) or rest == "zarr.json" or object_place(rest)
+        if below and first not in own and (first in foreign or not could_be_own):
+            others.add(first)
+    return others
+
+
 def remains(location: Location, names: Collection[str]) -> list[str]:
     """Return the names at a target that belong to checkpoints and dead attempts, without claims and
     marks."""

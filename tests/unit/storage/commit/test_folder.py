@@ -189,6 +189,24 @@ def test_the_folder_of_an_array_goes_with_all_that_is_in_it(tmp_path: Path) -> N
         assert (tmp_path / "c/notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("names", [["w/notes.txt"], ["w/a/b"], [".zgroup", "w/.zarray", "w/0.0"]])
+def test_a_folder_of_another_program_is_not_replaced_by_that_of_an_array(
+    target: Path, names: list[str], overwrite: bool
+) -> None:
+    mine = put(target, *names, text="mine")
+    (target / "empty").mkdir()
+    with pytest.raises(CheckpointExistsError, match="'w' that no save wrote"):
+        save(target, "one", overwrite=overwrite)
+    assert content(target) == mine
+    state = {"empty": ShardedTensor.from_rank_offsets("empty", torch.ones(3))}
+    shardstore.save(state, target)
+    with pytest.raises(CheckpointExistsError, match="'w' that no save wrote"):
+        save(target, "two", overwrite=True)
+    assert (target / names[-1]).read_text() == "mine"
+    assert shardstore.open(target)["empty"][...].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_file_that_comes_into_an_empty_target_at_the_last_moment_is_kept(
     target: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
