@@ -113,6 +113,7 @@ def rm(
     try:
         arrays = StoredCheckpoint(location).arrays.values()
         size = f"{counted(len(arrays), 'array')}, {human_bytes(sum(map(array_bytes, arrays)))}"
+        size = size if arrays else counted(len(location.walk()), "file")  # of another backend
     except CheckpointingException:
         size = "damaged"
     what = f"{location.url} ({size})"

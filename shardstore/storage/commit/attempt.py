@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
+from shardstore.storage.commit.identity import what_else
 from shardstore.storage.movers.chunks import SmallFiles
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.stores.location import Location
@@ -44,9 +45,9 @@ class SupersededError(StorageError):
 
 def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointingException:
     """Return the error for a target that holds a checkpoint, or got one during the save."""
-    what = " and holds a checkpoint"
-    if meanwhile:
-        what = ": another checkpoint was committed there while this one was being written"
+    what = ": another checkpoint was committed there while this one was being written"
+    if not meanwhile:
+        what = f" and holds {what_else(place) or 'a checkpoint'}"
     text = f" already exists{what}; pass overwrite=True to replace it, or save elsewhere"
     return place.error(text, CheckpointExistsError)
 

@@ -361,6 +361,9 @@ def test_rm_does_not_follow_a_link(place: Path, tmp_path: Path, cli: Cli) -> Non
     assert not place.exists()
     shardstore.save(shardstore.shard({"w": torch.ones(3)}), place)
     assert "(1 array, 12 B)" in cli("rm", "--yes", place).out
+    shardstore.save(shardstore.shard({"w": torch.ones(3)}), place, ("torch_dist", 1))
+    files = len([*place.iterdir()])
+    assert f"({files} files)" in cli("rm", "--yes", place).out
 
 
 def test_rm_takes_a_damaged_checkpoint_too(place: Path, cli: Cli) -> None:

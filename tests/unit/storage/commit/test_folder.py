@@ -157,6 +157,9 @@ def test_an_existing_checkpoint_is_refused(target: Path) -> None:
         assert isinstance(caught.value, FileExistsError)
         assert alone(target) == there
         shutil.rmtree(target)
+    put(target, "zarr.json", text='{"zarr_format": 3, "node_type": "group"}')
+    with pytest.raises(CheckpointExistsError, match="holds a Zarr group of another program"):
+        begin(Location.of(target), SaveOptions())
 
 
 def test_overwriting_replaces_it_and_keeps_what_is_not_its_own(target: Path) -> None:
