@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from shardstore.core import parse_config
-from shardstore.errors import CheckpointingException, DamagedCheckpointError
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, StorageError
 from shardstore.inspection.opened import codec_error, matcher
 from shardstore.progress import Meter, ProgressArgument, log_event, metered
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
@@ -295,6 +295,8 @@ class _Verification:
                 self.root = self.stored.root
                 return list(self.stored.arrays.values())
             except CheckpointingException as error:
+                if isinstance(error, StorageError) and "root" in vars(self.stored):
+                    raise  # the folders of the arrays cannot be listed
                 lost = self.root is not None and set(self.root.chunk_sums) - self.root.nodes
                 kind, text = "arrays-undescribed" if lost else "root-damaged", str(error)
         else:

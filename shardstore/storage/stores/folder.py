@@ -198,10 +198,15 @@ class LocalFolder(Location):
             return sorted(os.listdir(path))
         return []
 
-    def walk(self, name: str = "") -> list[str]:
+    def walk(self, name: str = "", *, strict: bool = False) -> list[str]:
         """See :meth:`Location.walk`."""
         top = os.path.join(self.url, "")
-        found = os.walk(top + name)
+
+        def failed(error: OSError) -> None:
+            with store_errors("listing", str(error.filename)), suppress(*_ABSENT):
+                raise error
+
+        found = os.walk(top + name, onerror=failed if strict else None)
         paths = (os.path.join(above, file) for above, _, files in found for file in files)
         return [path.removeprefix(top) for path in paths]
 

@@ -393,9 +393,9 @@ class Location(ABC):
         """
 
     @abstractmethod
-    def walk(self, name: str = "") -> list[str]:
+    def walk(self, name: str = "", *, strict: bool = False) -> list[str]:
         """Return the names of all files below a folder. Symbolic links to folders are not
-        followed."""
+        followed. Folders that cannot be read are left out, or are errors if ``strict``."""
 
     def walk_all(self) -> list[str]:
         """Return the names of all files below this location, also behind the links directly in

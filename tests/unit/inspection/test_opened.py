@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,13 +24,18 @@ from shardstore.errors import (
     IndexRangeError,
     MissingKeyError,
     NotACheckpointError,
+    StorageError,
 )
 from shardstore.inspection.values import Statistics, sums_of
+from shardstore.inspection.verify import verify
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import documents
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.cli_checkpoints import flip
 from tests.helpers.processes import run_to_end
+from tests.helpers.users import another_user, folder_for_all
 
 
 def values() -> dict[str, torch.Tensor]:
@@ -250,6 +256,31 @@ def test_an_array_of_an_unknown_type(tmp_path: Path, zarr_format: Any, consolida
     with pytest.raises(DTypeMismatchError, match=r"when.*(datetime64|<M8)"):
         opened["when"]
     assert "not readable" in repr(opened)
+
+
+@pytest.mark.parametrize("zarr_format", [1, 2, 3])
+def test_an_array_whose_folder_cannot_be_read_is_not_left_out(
+    tmp_path: Path, zarr_format: Any
+) -> None:
+    """Of Megatron-Core's backend, or of another program: the folders are its list of arrays."""
+    place = folder_for_all(tmp_path / "all", 0o755) / "z"
+    if zarr_format == 1:
+        shardstore.save(
+            shardstore.shard({"v": torch.ones(4), "w": torch.ones(4)}), place, ("zarr", 1)
+        )
+    else:
+        group = zarr.create_group(place, zarr_format=zarr_format)
+        for key in ("v", "w"):
+            group.create_array(key, data=np.ones(4))
+    place.chmod(0o755)
+    (place / "w").chmod(0o000)
+    verified = partial(verify, StoredCheckpoint(Location.of(place)), lambda _: None)
+    with another_user():
+        for read in (partial(shardstore.open, place), verified):
+            with pytest.raises(StorageError, match=r"/w failed: Permission denied"):
+                read()
+    (place / "w").chmod(0o755)
+    assert sorted(shardstore.open(place)) == ["v", "w"]
 
 
 def test_without_documents_of_the_arrays(tmp_path: Path) -> None:
