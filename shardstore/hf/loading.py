@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -194,12 +193,14 @@ class _Call(LoadRequest):
     def run(self, meter: Meter) -> tuple[mapping.StateDict, set[str], set[str]]:
         """Load, and return the state dict, the missing and the unexpected keys."""
         step = partial(self.ranks.step, self.what)
-        (location, asked), answer = step(
-            self._prepare, lambda it: pickle.dumps((it[0].url, it[1])), self._open
+        asked, answer = step(
+            self._prepare,
+            lambda asked: pickle.dumps((asked.location.url, asked.group)),
+            self._open,
         )
         files, apart = pickle.loads(answer)
-        files.location = replace(files.location, options=location.options)
-        shares = asked and asked.shares and asked.members not in apart
+        files.location = replace(files.location, options=asked.location.options)
+        shares = asked.group and asked.group.shares and asked.group.members not in apart
         group = self.replica_group if shares else None
         match, answer = step(
             lambda: self._find(self.sources(files)),
@@ -209,7 +210,7 @@ class _Call(LoadRequest):
         used: set[str] = pickle.loads(answer)
         planned, answer = step(
             lambda: self._plan(match, files, used),
-            lambda planned: pickle.dumps(self._scattered(planned.reads, location)),
+            lambda planned: pickle.dumps(self._scattered(planned.reads, asked.location)),
             self._wanted,
         )
         hosts: sharing.Hosts = pickle.loads(answer)
@@ -218,16 +219,15 @@ class _Call(LoadRequest):
         shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.sharded_state_dict, read))
         return shaped, planned.missing, match.unexpected
 
-    def _prepare(self) -> tuple[Location, ReadGroup | None]:
-        """Check the arguments. Return the place, and the group whose ranks could share the
-        reading."""
+    def _prepare(self) -> _Asked:
+        """Check the arguments."""
         location = locate(self.checkpoint_dir, self.storage_options)
         if self.error is not None:
             raise self.error
         self.check()
         if wait := latest_save.get(location.url):
             wait()
-        return location, read_group(self.replica_group, self.share_replicas, location)
+        return _Asked(location, read_group(self.replica_group, self.share_replicas, location))
 
     def _open(self, reports: Sequence[bytes]) -> bytes:
         """Read the headers for all ranks. The coordinator calls it."""
@@ -353,9 +353,8 @@ class _Call(LoadRequest):
         shared = _take_out(plan, {(p.key, p.held) for block in blocks for p in block.pieces})
         if group is not None:
             _fit_grids(arrays, plan, group)
-        stored = SimpleNamespace(location=files.location, arrays=arrays, read=files.read)
         context = LoadContext(
-            stored=cast(Any, stored),
+            stored=cast(Any, _StoredFiles(files.location, arrays, files.read)),
             cast=self.cast,
             budget_bytes=self.exchange_budget_bytes,
             group=group,
@@ -372,6 +371,21 @@ class _Call(LoadRequest):
             read_chunks(context, _part(plan, scaled=True))
         tied = {id(t): t.data for t in wanted.values() if t.key in match.tied}
         return match.request.merged({}, assemble(plan, wanted, files.location.url, tied))
+
+
+class _Asked(NamedTuple):
+    """What a rank asks for: the place, and the group whose ranks could share the reading."""
+
+    location: Location
+    group: ReadGroup | None
+
+
+class _StoredFiles(NamedTuple):
+    """The files, as the reader of a load sees a checkpoint."""
+
+    location: Location
+    arrays: Mapping[str, Any]
+    read: Callable[..., None]
 
 
 class _Planned(NamedTuple):

@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
 
 from shardstore import errors
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
-from shardstore.coverage import report_shards
+from shardstore.coverage import ShardReport, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import first_of
 from shardstore.dtensor.adoption import shard
 from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.hf.block_writer import BlockWriter, BoxReader, source_of
-from shardstore.hf.blocks import held_by, plan_blocks
+from shardstore.hf.blocks import Block, held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
@@ -368,14 +368,20 @@ def _begin(
             beginning.place.abandon()
         raise
     assert beginning.place is not None
-    layout, blocks, written, state = pickle.loads(answer)
-    target, documents = arguments.target(), beginning.documents
+    plan: _Plan = pickle.loads(answer)
     place, sources = beginning.place, dict[tuple[str, Box], BoxReader]()
     export = Export(
-        ranks, place, layout, blocks, sources, written, target=target, documents=documents
+        ranks,
+        place,
+        plan.layout,
+        plan.blocks,
+        sources,
+        plan.dtypes,
+        target=arguments.target(),
+        documents=beginning.documents,
     )
     try:
-        place.join(state, layout)
+        place.join(plan.state, plan.layout)
         wanted = export.pieces
         for name, tensor in tensors:
             for box, source in sources_of(tensor):
@@ -384,6 +390,38 @@ def _begin(
     except Exception as problem:  # raised in the next step of all ranks
         export.failure = problem
     return export
+
+
+class _Report(NamedTuple):
+    """A rank's report at the beginning of an export.
+
+    Attributes:
+        same: place, data type and size of files, which are the same on all ranks.
+        shards: its tensors.
+        ties: result of :func:`tied`.
+        samples: result of :func:`samples`.
+    """
+
+    same: tuple[Any, ...]
+    shards: ShardReport
+    ties: dict[str, str]
+    samples: dict[str, bytes]
+
+
+class _Plan(NamedTuple):
+    """The answer to all ranks.
+
+    Attributes:
+        layout: the files.
+        blocks: what each rank writes.
+        dtypes: name of a tensor -> data type that it is written in.
+        state: what the ranks need to join, see :meth:`Place.begin`.
+    """
+
+    layout: FileLayout
+    blocks: list[Block]
+    dtypes: dict[str, torch.dtype]
+    state: str
 
 
 @dataclass
@@ -418,8 +456,7 @@ class _Beginning:
         return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
 
     def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
-        """Return what must be the same on all ranks, the layouts of this rank's tensors, their
-        :func:`tied` names, and :func:`samples`."""
+        """Return the :class:`_Report` of this rank, pickled."""
         given = self.arguments
         same = given.target().url, given.dtype, given.file_bytes
         shards = [
@@ -427,18 +464,19 @@ class _Beginning:
             for name, tensor in tensors
         ]
         sampled = samples(tensors) if self.ranks.world_size > 1 else {}
-        return pickle.dumps((same, report_shards(shards), tied(tensors), sampled))
+        return pickle.dumps(_Report(same, report_shards(shards), tied(tensors), sampled))
 
     def decide(self, reports: list[bytes]) -> bytes:
-        """Plan and begin the export. Return the files, the blocks, the data types that tensors are
-        written in, and what the ranks need to join. The coordinator calls it."""
-        same, shards, tied_names, sampled = zip(*map(pickle.loads, reports), strict=True)
+        """Plan and begin the export. Return the :class:`_Plan`, pickled. The coordinator calls
+        it."""
+        described: list[_Report] = [pickle.loads(report) for report in reports]
         members, target, place = self.ranks.members, self.arguments.target(), self.place
         assert place is not None
-        _require_same(same, self.ranks)
-        ties = united(tied_names)
-        arrays, holders = held_by(shards, members)
-        for name in _differing(dict(zip(members, sampled, strict=True)), target.url):
+        _require_same([one.same for one in described], self.ranks)
+        ties = united(one.ties for one in described)
+        arrays, holders = held_by([one.shards for one in described], members)
+        sampled = {rank: one.samples for rank, one in zip(members, described, strict=True)}
+        for name in _differing(sampled, target.url):
             holders[name] = {box: ranks[:1] for box, ranks in holders[name].items()}
         arrays = [meta for meta in arrays if meta.key not in ties]
         if not arrays:
@@ -447,7 +485,7 @@ class _Beginning:
         parts = place.part_bytes(layout)
         blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        return pickle.dumps((layout, blocks, written, place.begin(layout)))
+        return pickle.dumps(_Plan(layout, blocks, written, place.begin(layout)))
 
 
 def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
