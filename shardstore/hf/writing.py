@@ -392,7 +392,7 @@ def _begin(
     return export
 
 
-class _Report(NamedTuple):
+class _HeldShards(NamedTuple):
     """A rank's report at the beginning of an export.
 
     Attributes:
@@ -456,7 +456,7 @@ class _Beginning:
         return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
 
     def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
-        """Return the :class:`_Report` of this rank, pickled."""
+        """Return the :class:`_HeldShards` of this rank, pickled."""
         given = self.arguments
         same = given.target().url, given.dtype, given.file_bytes
         shards = [
@@ -464,12 +464,12 @@ class _Beginning:
             for name, tensor in tensors
         ]
         sampled = samples(tensors) if self.ranks.world_size > 1 else {}
-        return pickle.dumps(_Report(same, report_shards(shards), tied(tensors), sampled))
+        return pickle.dumps(_HeldShards(same, report_shards(shards), tied(tensors), sampled))
 
     def decide(self, reports: list[bytes]) -> bytes:
         """Plan and begin the export. Return the :class:`_Plan`, pickled. The coordinator calls
         it."""
-        described: list[_Report] = [pickle.loads(report) for report in reports]
+        described: list[_HeldShards] = [pickle.loads(report) for report in reports]
         members, target, place = self.ranks.members, self.arguments.target(), self.place
         assert place is not None
         _require_same([one.same for one in described], self.ranks)
