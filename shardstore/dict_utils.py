@@ -303,7 +303,8 @@ def shaped_like(asked: Any, found: Any) -> Any:
     shaped = empty_like(asked if isinstance(asked, dict) and type(found) is dict else found)
     for key in dict.fromkeys((*at, *have)):
         if key in have or key in empty:
-            shaped[key] = shaped_like(at.get(key), have.get(key, at.get(key)))
+            value = have[key] if key in have else at[key]
+            shaped[key] = shaped_like(at.get(key), value) if isinstance(value, _NESTED) else value
     return shaped
 
 
