@@ -8,7 +8,7 @@ of several writers writes a pack of what they have left, and who commits writes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardstore.storage.commit.attempt import Attempt
@@ -59,11 +59,12 @@ class PackingMover:
                 others.append(item)
                 continue
             chunk = EncodedChunk(item.array, item.data())
-            size = self.manifest.pack_chunk(item.array, item.index, next(iter(chunk)))
-            counters.add(bytes_written=chunk.record.stored_bytes, chunks_written=1)
-            done(item, chunk.record)
-            if size >= most:
-                write_pack(self.attempt, self.manifest)
+            name = item.array.chunk_name(item.index)
+            file, first = self.manifest.pack_chunk(name, next(iter(chunk)))
+            record = replace(chunk.record, file=file, first=first)
+            counters.add(bytes_written=record.stored_bytes, chunks_written=1)
+            done(item, record)
+            write_pack(self.attempt, self.manifest, from_bytes=most)
         pack = self.manifest.close_pack(self.loose)
         self.mover.write(others, done, [*files, pack] if pack else files)
 

@@ -44,21 +44,18 @@ ROW = np.dtype(
         ("crc", "<u4"),
         ("rank", "<u4"),
         ("digest", "u1", 16),
+        ("file", "<u4"),
+        ("first", "<u8"),
     ]
 )
 """Row of a chunk in a rank's report: the number of its array, its position in C order over the
-grid, and the columns of :class:`Manifest`."""
-PLACE = np.dtype(
-    [("array", "<i8"), ("chunk", "<i8"), ("file", "<u4"), ("first", "<u8"), ("size", "<u4")]
-)
-"""Row of a packed chunk in a rank's report: array and chunk as in :data:`ROW`, the number of its
-pack, its first byte in there, and its size in bytes."""
+grid, the columns of :class:`Manifest`, and the place of :class:`ChunkRecord`."""
+NOT_PACKED = 2**32 - 1
 MOST_PACKED = 100
 """Maximum compression ratio of the member ``arrays``, beyond 64 KiB of uncompressed text."""
-_PACK_ROW = struct.Struct("<qqQII16s").pack
-_PACK_PLACE = struct.Struct("<qqIQI").pack
+_PACK_ROW = struct.Struct("<qqQII16sIQ").pack
 _OF_ARRAYS = ("arrays", "summaries", "describers", "created", "rows", "running")
-_OF_PACKS = ("packs", "places", "loose")
+_OF_PACKS = ("packs", "loose")
 """Members of a report that a joined report has for all of its ranks, by what they describe."""
 
 
@@ -72,12 +69,16 @@ class ChunkRecord:
         digest: xxh3-128 of the decoded chunk, 16 bytes, big-endian.
         running: crc32c of the bytes from the chunk's start to each inner block boundary
             (:func:`block_bytes`).
+        file: number of its pack in the report; :data:`NOT_PACKED` for an object of its own.
+        first: its first byte in the pack.
     """
 
     stored_bytes: int
     crc: int
     digest: bytes
     running: Sequence[int]
+    file: int = NOT_PACKED
+    first: int = 0
 
 
 @dataclass
@@ -102,7 +103,6 @@ class RankManifest:
         rows: one :data:`ROW` for each chunk.
         running: the running checksums of the chunks, in the order of ``rows``.
         packs: names of the packs that it wrote; an empty name is that of ``loose``.
-        places: one :data:`PLACE` for each packed chunk.
         loose: a pack that is not written yet.
         others: for a report that :meth:`add_report` filled, the added reports without their arrays
             and chunks. Its own members above ``arrays`` have no meaning then, but for the packs in
@@ -124,7 +124,6 @@ class RankManifest:
     rows: bytearray = field(default_factory=bytearray)
     running: array[int] = field(default_factory=lambda: array("I"))
     packs: list[str] = field(default_factory=list)
-    places: bytearray = field(default_factory=bytearray)
     loose: Pack | None = None
     others: list[RankManifest] = field(default_factory=list)
 
@@ -157,23 +156,18 @@ class RankManifest:
     def add_chunk(self, meta: ArrayMeta, index: Sequence[int], record: ChunkRecord) -> None:
         """Record a written chunk. Its array must have been added before."""
         number, chunk = self.arrays[meta.key], meta.grid.linear(index)
-        self.rows += _PACK_ROW(
-            number, chunk, record.stored_bytes, record.crc, self.rank, record.digest
-        )
+        about = record.stored_bytes, record.crc, self.rank, record.digest, record.file, record.first
+        self.rows += _PACK_ROW(number, chunk, *about)
         self.running.extend(record.running)
 
-    def pack_chunk(
-        self, meta: ArrayMeta, index: Sequence[int], content: Iterable[bytes | memoryview]
-    ) -> int:
-        """Put the stored bytes of a chunk into :attr:`loose`, and return the size of this pack in
-        bytes. The array must have been added before."""
+    def pack_chunk(self, name: str, content: Iterable[bytes | memoryview]) -> tuple[int, int]:
+        """Put the stored bytes of a chunk into :attr:`loose`. Return its place, which its record
+        must have: the number of the pack, and the first byte in it."""
         if self.loose is None:
             self.loose = Pack()
             self.packs.append("")
-        first, size = self.loose.add(meta.chunk_name(index), content)
-        number, chunk = self.arrays[meta.key], meta.grid.linear(index)
-        self.places += _PACK_PLACE(number, chunk, len(self.packs) - 1, first, size)
-        return len(self.loose.body)
+        first, _ = self.loose.add(name, content)
+        return len(self.packs) - 1, first
 
     def close_pack(self, from_bytes: int = 0) -> tuple[str, bytes] | None:
         """Return name and content of :attr:`loose` as a file, which the caller must write; ``None``
@@ -181,7 +175,7 @@ class RankManifest:
         if self.loose is None or len(self.loose.body) < from_bytes:
             return None
         file = self.packs.index("")
-        rows = np.frombuffer(self.places, PLACE)
+        rows = np.frombuffer(self.rows, ROW)
         held = np.bincount(rows["array"][rows["file"] == file], minlength=len(self.arrays))
         whole = (
             self.created[key]
@@ -218,9 +212,9 @@ class RankManifest:
         self.created |= other.created
         rows = np.frombuffer(other.rows, ROW).copy()
         rows["array"] = np.array(numbers, np.int64)[rows["array"]]
+        self._join_packs(other, rows)
         self.rows += rows.tobytes()
         self.running += other.running
-        self._join_packs(other, numbers)
         if other.others:
             self.files |= other.files  # packs that were written of joined reports
         self.others += other.others or [
@@ -229,24 +223,22 @@ class RankManifest:
             )
         ]
 
-    def _join_packs(self, other: RankManifest, numbers: list[int]) -> None:
-        """Add the packs of another report. ``numbers``: its arrays in this report."""
+    def _join_packs(self, other: RankManifest, rows: NDArray[np.void]) -> None:
+        """Add the packs of another report, and change the places in its rows to these packs."""
         if not other.packs:
             return
-        places = np.frombuffer(other.places, PLACE).copy()
-        places["array"] = np.array(numbers, np.int64)[places["array"]]
         files = np.arange(len(other.packs), dtype=np.uint32) + len(self.packs)
         if other.loose is not None and self.loose is not None:
             loose = other.packs.index("")
-            places["first"][places["file"] == loose] += self.loose.extend(other.loose)
+            rows["first"][rows["file"] == loose] += self.loose.extend(other.loose)
             files[loose:] -= 1
             files[loose] = self.packs.index("")
             self.packs += other.packs[:loose] + other.packs[loose + 1 :]
         else:
             self.loose = self.loose or other.loose
             self.packs += other.packs
-        places["file"] = files[places["file"]]
-        self.places += places.tobytes()
+        packed = rows["file"] != NOT_PACKED
+        rows["file"][packed] = files[rows["file"][packed]]
 
     def to_bytes(self) -> bytes:
         """Return the serialised report for the coordinator, see :meth:`from_bytes`."""

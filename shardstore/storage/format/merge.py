@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardstore.errors import MAY_LACK, AccessPatternError
 from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.grid import inner_blocks
-from shardstore.storage.format.manifest import PLACE, ROW, Counted, Manifest, RankManifest
+from shardstore.storage.format.manifest import ROW, Counted, Manifest, RankManifest
 from shardstore.storage.format.packs import Places
 
 MAX_COLUMNS_RANKS = 256
@@ -86,7 +86,7 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
     numbers = {key: number for number, key in enumerate(created)}
     rows = np.frombuffer(whole.rows, ROW)
     array = np.array([numbers[key] for key in whole.arrays], np.int64)[rows["array"]]
-    metas = _with_places(whole, list(created.values()), numbers)
+    metas = list(created.values())
     counted = [Counted.of(meta) for meta in metas]
     starts = np.cumsum([0, *(one.chunks for one in counted)], dtype=np.int64)
     position = starts[array] + rows["chunk"]
@@ -94,6 +94,8 @@ def merge(reports: Sequence[bytes | RankManifest], *, check: bool = True) -> Mer
         _check_coverage(position, rows["rank"], starts, metas)
     ordered = np.zeros(int(starts[-1]), ROW)
     ordered[position] = rows
+    if whole.packs:
+        metas = _with_places(metas, ordered, starts, tuple(whole.packs))
     objects: dict[str, list[int]] = {}
     for part in whole.others:
         for unique_key in part.objects:
@@ -157,20 +159,16 @@ def _agreed(parts: Iterable[RankManifest], name: str, *, default: bool) -> bool:
 
 
 def _with_places(
-    whole: RankManifest, metas: list[ArrayMeta], numbers: Mapping[str, int]
+    metas: Sequence[ArrayMeta],
+    rows: NDArray[np.void],
+    starts: NDArray[np.int64],
+    files: tuple[str, ...],
 ) -> list[ArrayMeta]:
-    """Return arrays with the places of packed chunks. ``numbers``: key -> position in ``metas``."""
-    places = np.frombuffer(whole.places, PLACE)
-    if not len(places):
-        return metas
-    files = tuple(whole.packs)
-    starts = np.cumsum([0, *(meta.grid.size if meta.places is not None else 0 for meta in metas)])
-    array = np.array([numbers[key] for key in whole.arrays], np.int64)[places["array"]]
-    rows = np.zeros(int(starts[-1]), [(name, PLACE[name]) for name in ("file", "first", "size")])
-    position = starts[array] + places["chunk"]
-    rows[position] = places[["file", "first", "size"]]
+    """Return arrays with the places of packed chunks. ``starts``: first row of each array."""
+    places = np.zeros(len(rows), [("file", "<u4"), ("first", "<u8"), ("size", "<u4")])
+    places["file"], places["first"], places["size"] = rows["file"], rows["first"], rows["stored"]
     return [
-        meta if meta.places is None else replace(meta, places=Places(files, rows[a:b].tobytes()))
+        meta if meta.places is None else replace(meta, places=Places(files, places[a:b].tobytes()))
         for meta, a, b in zip(metas, starts[:-1], starts[1:], strict=True)
     ]
 
