@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shardstore.storage.stores.s3 import has_forked, wrong_endpoint
+from shardstore.storage.stores.s3 import file_stamps, has_forked, wrong_endpoint
 
 GOOGLE = "https://storage.googleapis.com"
 ENDPOINT = "TENSORSTORE_GCS_HTTP_URL"
@@ -42,16 +41,11 @@ def surroundings() -> object:
     return variables, _stamps()
 
 
-def _stamps() -> list[tuple[Any, ...]]:
-    """Return the existing files of default credentials, in the order in which clients look, with
-    values that change when a file does."""
+def _stamps() -> list[tuple[object, ...]]:
+    """Return the stamps of the files of default credentials, in the order in which clients look."""
     folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
-    named, stamps = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", ""), []
-    for file in (named, os.path.join(folder, "application_default_credentials.json")):
-        with suppress(OSError):
-            about = os.stat(file)
-            stamps.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
-    return stamps
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS", "")
+    return file_stamps((named, os.path.join(folder, "application_default_credentials.json")))
 
 
 def secrets(options: Mapping[str, Any]) -> Iterator[str]:

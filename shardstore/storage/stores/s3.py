@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -55,13 +55,18 @@ def surroundings() -> object:
     """Return a value that changes when the AWS environment variables or the profile files change,
     which a client reads in addition to its options."""
     variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    files = [variables.get(name, default) for name, default in _FILES.items()]
-    stamps = []
+    files = (variables.get(name, default) for name, default in _FILES.items())
+    return variables, file_stamps(map(os.path.expanduser, files))
+
+
+def file_stamps(files: Iterable[str]) -> list[tuple[object, ...]]:
+    """Return those of the files that exist, with values that change when a file does."""
+    stamps: list[tuple[object, ...]] = []
     for file in files:
         with suppress(OSError):
-            about = os.stat(os.path.expanduser(file))
+            about = os.stat(file)
             stamps.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
-    return variables, stamps
+    return stamps
 
 
 def has_forked() -> bool:
