@@ -136,5 +136,6 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
         FileNotFoundError: the folder does not exist.
     """
     location, data = Location.of(checkpoint_dir), json.dumps(asdict(config)).encode()
-    location.require_folder()
+    if location.is_local and not location.is_dir():
+        raise FileNotFoundError(f"the folder {location.url} does not exist")
     location.write(CONFIG_FNAME, data)

@@ -192,10 +192,11 @@ class _FilesSave:
 
         def local() -> SavePlan:
             self._folder = Location.of(place) if session is None else session.attempt.location
-            self._folder.require_local(
-                f": the {BACKEND!r} format is written to local folders only: save to a disk, "
-                "and copy the folder"
-            )
+            if not self._folder.is_local:
+                raise self._folder.error(
+                    f": the {BACKEND!r} format is written to local folders only: save to a disk, "
+                    "and copy the folder"
+                )
             only_main = strategy.keep_only_main_replica
             state, report = _prepared(state_dict, only_main)
             if only_main and self._options.validate_access_integrity:

@@ -509,7 +509,7 @@ def _require_conditions(place: ObjectPrefix) -> None:
         )
     if second:
         condition, but = "the condition that an object must be new", ""
-        if place.is_s3:
+        if place.driver == "s3":
             condition = "If-None-Match"
             but = " (Ceph's gateway honours it only in a bucket without versioning)"
         raise place.error(

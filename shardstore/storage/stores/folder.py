@@ -281,11 +281,6 @@ class LocalFolder(Location):
         """See :meth:`Location.publish`."""
         os.rename(made.url, self.url)
 
-    def require_folder(self) -> None:
-        """See :meth:`Location.require_folder`."""
-        if not self.is_dir():
-            raise FileNotFoundError(f"the folder {self.url} does not exist")
-
     def delete(self, name: str = "") -> None:
         """See :meth:`Location.delete`."""
         target = self._own_path(name)

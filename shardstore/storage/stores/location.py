@@ -217,11 +217,6 @@ class Location(ABC):
         return "://" not in self.url
 
     @property
-    def is_s3(self) -> bool:
-        """Whether the location is a prefix in an S3 bucket."""
-        return self.driver == "s3"
-
-    @property
     @abstractmethod
     def driver(self) -> str | None:
         """Name of TensorStore's driver for the store; ``None`` if it has none."""
@@ -272,9 +267,6 @@ class Location(ABC):
         """Raise :class:`StorageError` if the location is a file instead of a folder."""
         if self.is_file():
             raise self.error(" is a file; give the folder below which checkpoints are saved")
-
-    def require_local(self, text: str) -> None:  # noqa: B027 (a folder is)
-        """Raise :class:`StorageError` with a text if this is no folder of the operating system."""
 
     def require_shared(self, processes: int) -> None:
         """Raise :class:`StorageError` if several processes cannot all see the location."""
@@ -463,9 +455,6 @@ class Location(ABC):
         Raises:
             OSError: the store refused, or did not answer.
         """
-
-    def require_folder(self) -> None:  # noqa: B027
-        """Raise :class:`FileNotFoundError` if the folder does not exist; a store has none."""
 
     @abstractmethod
     def delete(self, name: str = "") -> None:

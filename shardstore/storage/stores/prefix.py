@@ -200,10 +200,6 @@ class ObjectPrefix(Location):
 
             require_absent(self.remote, name)
 
-    def require_local(self, text: str) -> None:
-        """See :meth:`Location.require_local`."""
-        raise self.error(text)
-
     def forget_listings(self) -> None:
         """See :meth:`Location.forget_listings`."""
         with suppress(Exception):  # no such file system: the program has no cached listings of it
