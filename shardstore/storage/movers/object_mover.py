@@ -40,7 +40,6 @@ from shardstore.storage.stores.object_io import (
     LARGE_BYTES,
     MAX_OBJECT_BYTES,
     Create,
-    ObjectIO,
     Pieces,
     Request,
     run_requests,
@@ -134,23 +133,69 @@ class _Needs(NamedTuple):
 
 
 class _Lane:
-    """What the transfers of one call share: the client, the URL of the location, and a budget.
+    """What the transfers of one call share: the client, the URL of the location, and limits on the
+    memory and the number of large objects in transfer.
 
     Args:
-        mover: the mover.
+        mover: the mover. Its budget limits the memory; an object that exceeds it transfers alone.
+            :attr:`ObjectIO.requests` limits the number of objects of at least :data:`LARGE_BYTES`.
         sizes: sizes of the chunks in bytes.
         of_puts: whether the chunks are written.
     """
 
     def __init__(self, mover: ObjectMover, sizes: Collection[int], *, of_puts: bool) -> None:
         self.io, self.url = mover.location.io(), mover.location.url
-        copies = self.io.put_copies if of_puts else 1
-        self.budget = _Budget(mover.options.budget_bytes, self.io, copies * max(sizes))
+        budget_bytes = mover.options.budget_bytes
+        # Reserve an eighth for connections and for memory that the allocator keeps, and room for
+        # the copies of one object at a time.
+        room = budget_bytes - budget_bytes // 8
+        copies_bytes = max(sizes) * (self.io.put_copies if of_puts else 1)
+        self._free = self._all = max(room - copies_bytes, room // 2)
+        self._large = self.io.requests
+        self._least = 0 if self.io.blocks else LEAST_CONNECTION_BYTES
         self._has_small = min(sizes) < LARGE_BYTES
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
 
     def run(self, transfers: Iterable[Request]) -> None:
         """Run the transfers."""
         run_requests(self.io, transfers, small=self._has_small)
+
+    def stop(self, error: BaseException) -> None:
+        """Admit no further objects: waiting and later calls of :meth:`take` raise this error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def take(self, held: int, size: int, *, may_wait: bool) -> bool:
+        """Reserve room for an object of ``size`` bytes, which needs ``held`` bytes of memory, until
+        :meth:`give`. Return ``False`` if there is no room and the caller may not wait."""
+        memory, large = self._of(held, size)
+        with self._changed:
+            while self._error is None:
+                if self._free >= memory and self._large >= large:
+                    self._free -= memory
+                    self._large -= large
+                    return True
+                if not may_wait:
+                    return False
+                self._changed.wait()
+            raise self._error
+
+    def give(self, held: int, size: int, *, left: int | None = None) -> None:
+        """Release the room of an object; with ``left``, a part of it: the object needs ``left``
+        bytes of memory from now on."""
+        memory, large = self._of(held, size)
+        if left is not None:
+            memory, large = memory - self._of(left, size)[0], 0
+        with self._changed:
+            self._free += memory
+            self._large += large
+            self._changed.notify_all()
+
+    def _of(self, held: int, size: int) -> tuple[int, int]:
+        memory = held + min(max(size, self._least), CONNECTION_BYTES)
+        return min(memory, self._all), int(size >= LARGE_BYTES)
 
 
 @dataclass(slots=True)
@@ -178,10 +223,10 @@ class _Transfer(Request, Generic[T]):
         """See :meth:`Request.start`."""
         with self._reporting():
             held, starting, size = self._needs = self._needs or self.needs()
-            if not self.lane.budget.take(held + starting, size, may_wait=may_wait):
+            if not self.lane.take(held + starting, size, may_wait=may_wait):
                 return False
             self.begin()
-            self.lane.budget.give(held + starting, size, left=held)
+            self.lane.give(held + starting, size, left=held)
         return True
 
     def finish(self) -> None:
@@ -189,14 +234,14 @@ class _Transfer(Request, Generic[T]):
         with self._reporting():
             self.end()
         assert self._needs is not None
-        self.lane.budget.give(self._needs.held, self._needs.size)
+        self.lane.give(self._needs.held, self._needs.size)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self.lane.budget.stop(error)
+            self.lane.stop(error)
             key, index = self.item.array.key, self.item.index
             if isinstance(error, StorageError) and error.key is None:
                 error.key, error.chunk = key, index
@@ -291,59 +336,3 @@ def _held_bytes(item: ChunkWrite) -> int:
     gathered = box.shape != shape if callable(source) else not lies_as_chunk(source, shape)
     # A compressed chunk counts once more, for the memory that the allocator keeps.
     return stored * (1 + gathered + array.is_compressed) + made
-
-
-class _Budget:
-    """Limits on the memory and the number of large objects in transfer.
-
-    Args:
-        budget_bytes: memory limit; an object that exceeds it transfers alone.
-        io: puts and gets the objects; :attr:`ObjectIO.requests` limits the number of objects of at
-            least :data:`LARGE_BYTES`.
-        copies_bytes: memory for the copies of one object at a time.
-    """
-
-    def __init__(self, budget_bytes: int, io: ObjectIO, copies_bytes: int) -> None:
-        # Reserve an eighth for connections and for memory that the allocator keeps.
-        room = budget_bytes - budget_bytes // 8
-        self._free = self._all = max(room - copies_bytes, room // 2)
-        self._large = io.requests
-        self._least = 0 if io.blocks else LEAST_CONNECTION_BYTES
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def stop(self, error: BaseException) -> None:
-        """Admit no further objects: waiting and later calls of :meth:`take` raise this error."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def take(self, held: int, size: int, *, may_wait: bool) -> bool:
-        """Reserve room for an object of ``size`` bytes, which needs ``held`` bytes of memory, until
-        :meth:`give`. Return ``False`` if there is no room and the caller may not wait."""
-        memory, large = self._of(held, size)
-        with self._changed:
-            while self._error is None:
-                if self._free >= memory and self._large >= large:
-                    self._free -= memory
-                    self._large -= large
-                    return True
-                if not may_wait:
-                    return False
-                self._changed.wait()
-            raise self._error
-
-    def give(self, held: int, size: int, *, left: int | None = None) -> None:
-        """Release the room of an object; with ``left``, a part of it: the object needs ``left``
-        bytes of memory from now on."""
-        memory, large = self._of(held, size)
-        if left is not None:
-            memory, large = memory - self._of(left, size)[0], 0
-        with self._changed:
-            self._free += memory
-            self._large += large
-            self._changed.notify_all()
-
-    def _of(self, held: int, size: int) -> tuple[int, int]:
-        memory = held + min(max(size, self._least), CONNECTION_BYTES)
-        return min(memory, self._all), int(size >= LARGE_BYTES)
