@@ -88,10 +88,6 @@ class FolderMover(Mover):
             for item in batch:
                 path = f"{root}/{item.array.chunk_name(item.index)}"
                 with store_errors("writing", path, key=item.array.key):
-                    # Before its first chunk, which would fail without a folder.
-                    if not any(item.index):
-                        with contextlib.suppress(FileExistsError):
-                            os.mkdir(path.rpartition("/")[0])
                     chunk = EncodedChunk(item.array, item.data(), IO_BYTES)
                     write_file(path, chunk, durable=self.options.durable)
                 record = chunk.record

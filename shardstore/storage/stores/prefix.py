@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from shardstore.errors import StorageError
-from shardstore.storage.runtime.parallel import run_together
+from shardstore.storage.runtime.parallel import run_batched, run_together
 from shardstore.storage.stores.location import Location, StoreUrl, require_size
-from shardstore.storage.stores.object_io import ObjectIO, Request, joined, run_requests
+from shardstore.storage.stores.object_io import ObjectIO
 
 if TYPE_CHECKING:
     from shardstore.storage.stores.remote import RemoteStore
@@ -85,13 +84,17 @@ class ObjectPrefix(Location):
         """See :meth:`Location.read_many`."""
         if not names:
             return []
-        io = self.io()
-        gets = [
-            _GetDocument(io, self.url, name, size)
-            for name, size in zip(names, sizes or [None] * len(names), strict=True)
-        ]
-        run_requests(io, gets)
-        return [get.found for get in gets]
+        io, found = self.io(), list[bytes | None]([None] * len(names))
+
+        def read(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                name, size = names[number], sizes[number] if sizes else None
+                data = io.get(name, stop=io.end_of(size))
+                require_size(data, f"{self.url}/{name}", size)
+                found[number] = None if data is None else bytes(data)
+
+        run_batched(range(len(names)), read, threads=io.small_requests)
+        return found
 
     def read_ahead(self, names: Sequence[str], size: int) -> dict[str, bytes | None]:
         """See :meth:`Location.read_ahead`."""
@@ -207,29 +210,6 @@ class ObjectPrefix(Location):
 
             file_system, path = fsspec.core.url_to_fs(self.url)
             file_system.invalidate_cache(path)
-
-
-@dataclass
-class _GetDocument(Request):
-    """A GET of a document of ``size`` bytes, if that is known. ``found``: its content."""
-
-    io: ObjectIO
-    url: str
-    name: str
-    size: int | None
-    found: bytes | None = None
-
-    def start(self, *, may_wait: bool) -> bool:
-        """See :meth:`Request.start`."""
-        self._get = self.io.begin_get(self.name, 0, self.io.end_of(self.size))
-        return True
-
-    def finish(self) -> None:
-        """See :meth:`Request.finish`."""
-        data = joined(self._get)
-        del self._get  # frees TensorStore's copy
-        require_size(data, f"{self.url}/{self.name}", self.size)
-        self.found = None if data is None else bytes(data)
 
 
 @cache
