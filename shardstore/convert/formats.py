@@ -342,7 +342,7 @@ class ShardstoreTarget(Target):
         """Write the common part and the sharded objects."""
         self._rest, self._arrays = rest, {meta.key: meta for meta in arrays}
         files = Files(self._attempt, self._manifest, self._options.budget_bytes)
-        files.add_arrays([(meta, True) for meta in arrays], documents=False)
+        files.add_arrays((meta, True) for meta in arrays)
         for name, data in self._files(rest):
             files.put(name, data)
         self._attempt.put_all(files.taken())

@@ -351,8 +351,7 @@ def _create_zarr_array(
     """
     meta = meta or array_meta(sharded_tensor, DEFAULTS)
     if isinstance(checkpoint_dir, SaveSession):
-        documents = checkpoint_dir.options.array_documents
-        checkpoint_dir.files.add_arrays([(meta, True)], documents=documents)
+        checkpoint_dir.files.add_arrays([(meta, True)])
         return meta
     location = Location.of(checkpoint_dir)
     checkpoint.create_array(location, meta)

@@ -102,23 +102,25 @@ class Files:
         self._kept.append((name, data))
         self._kept_bytes += len(data)
 
-    def add_arrays(self, arrays: Iterable[tuple[ArrayMeta, bool]], *, documents: bool) -> None:
-        """Record arrays in the manifest, and the chunks of constant ones.
+    def add_arrays(self, arrays: Iterable[tuple[ArrayMeta, bool]]) -> None:
+        """Record arrays in the manifest, and the chunks of constant ones. Collect the documents of
+        those that this writer creates, if arrays have documents. The root document contains them
+        too, so the manifest has no checksums of them.
 
         Args:
             arrays: arrays, and whether this writer creates them.
-            documents: whether to collect the documents of those that it creates. The root document
-                contains them too, so the manifest has no checksums of them.
 
         Raises:
             AccessPatternError: see :meth:`RankManifest.add_array`.
         """
+        manifest = self.manifest
         for meta, created in arrays:
-            self.manifest.add_array(meta, created=created)
+            manifest.add_array(meta, created=created)
             if created and meta.constant is not None:
                 for index in map(meta.grid.index_at, range(meta.grid.size)):
-                    self.manifest.add_chunk(meta, index, constant_record(meta, index))
-            if created and documents and meta.has_document(packs=self.manifest.has_packs):
+                    manifest.add_chunk(meta, index, constant_record(meta, index))
+            documented = created and manifest.array_documents
+            if documented and meta.has_document(packs=manifest.has_packs):
                 data = array_document(meta).encode()
                 self._kept.append((f"{meta.node}/{meta.document_name}", data))
                 self._kept_bytes += len(data)
@@ -137,7 +139,8 @@ def put_chunks(
     writes: Sequence[ChunkWrite],
     files: SmallFiles = (),
 ) -> None:
-    """Write chunks into an attempt and record them. Each writer calls it for its own chunks.
+    """Write chunks, and the documents of their arrays, into an attempt and record them. Each writer
+    calls it for its own chunks.
 
     Args:
         attempt: the attempt of the save.
@@ -151,7 +154,8 @@ def put_chunks(
         StorageError: the store failed.
     """
     manifest.array_documents, manifest.has_packs = options.array_documents, options.pack
-    Files(attempt, manifest, options.budget_bytes).add_arrays(metas, documents=False)
+    own = Files(attempt, manifest, options.budget_bytes)
+    own.add_arrays(metas)
 
     def done(item: ChunkWrite, record: ChunkRecord) -> None:
         manifest.add_chunk(item.array, item.index, record)
@@ -160,6 +164,8 @@ def put_chunks(
     if options.pack:
         mover = PackingMover(mover, attempt, manifest, options)
     mover.write(writes, done, files)
+    # After the chunks: by its document, the next save finds a chunk that a late writer left.
+    attempt.put_all(own.taken())
     write_pack(attempt, manifest)
 
 
@@ -172,7 +178,7 @@ def publish(
     """Check that every chunk was written exactly once, and commit. One process calls it.
 
     Args:
-        attempt: the attempt with all chunks.
+        attempt: the attempt with all chunks and the documents of the arrays.
         options: options of the save.
         reports: the reports of all writers, see :func:`merge`.
         about: further content of the root document.
@@ -181,13 +187,7 @@ def publish(
         AccessPatternError: chunks are missing or were written twice; nothing is committed.
         CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
-    merged = merge_reports(attempt, reports, options)
-    if merged.array_documents:
-        has_packs = merged.packs is not None
-        own = {m.node: m.document_name for m in merged.arrays if m.has_document(packs=has_packs)}
-        found = [(node, text) for node, text in merged.documents if node in own]
-        attempt.put_all([(f"{node}/{own[node]}", text.encode()) for node, text in found])
-    commit(attempt, options, merged, about)
+    commit(attempt, options, merge_reports(attempt, reports, options), about)
 
 
 def merge_reports(
