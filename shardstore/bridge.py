@@ -191,8 +191,7 @@ class CheckpointManager:
         step = Ranks.current().together(what=f"reading {NEWEST} of {url}", decide=chosen)
         if not step:
             return
-
-        def copied() -> None:
+        with Ranks.current().meet(f"reading step {step.decode(errors='replace')} of {url}"):
             if not step.isdigit():
                 raise there.error(f"/{NEWEST} does not hold a number", DamagedCheckpointError)
             folder = self._bridge.get_checkpoint_name("", int(step))
@@ -207,8 +206,6 @@ class CheckpointManager:
                 if name == STATE:
                     copy.replace(f"latest_{STATE}", data)
             copy.replace(NEWEST, step)
-
-        Ranks.current().step(f"reading step {step.decode(errors='replace')} of {url}", copied)
 
     def _call(self, function: Callable[..., Any], ctx: Any, **more: Any) -> Any:
         """Call a function of Megatron-Bridge with what it takes of a context. Its parameters and

@@ -110,14 +110,11 @@ class _WithStorage(_Strategy):  # type: ignore[misc]
     ) -> dict[str, Any] | None:
         """Load the members of a state, and return what is no tensor; ``None`` for a local folder
         that Lightning wrote."""
-
-        def meta() -> bytes | None:
-            if place.is_local and not is_checkpoint(place):
-                return None
-            checkpoint: Any = shardstore.open(place.place)
-            return np.asarray(checkpoint[META][...]).tobytes()
-
-        data, _ = Ranks.current().step(f"reading {META} of {place.url}", meta)
+        data: bytes | None = None
+        with Ranks.current().meet(f"reading {META} of {place.url}"):
+            if not place.is_local or is_checkpoint(place):
+                checkpoint: Any = shardstore.open(place.place)
+                data = np.asarray(checkpoint[META][...]).tobytes()
         if data is None:
             return None
         state, mode = _states(members), "raise_unexpected" if strict else "log_unexpected"

@@ -365,7 +365,8 @@ def load_plain_tensors(
         chosen = list(known if keys is None else keys)
         return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
-    (wanted, chosen), _ = Ranks.current().step(f"reading {shown(checkpoint_dir)}", parts)
+    with Ranks.current().meet(f"reading {shown(checkpoint_dir)}"):
+        wanted, chosen = parts()
     loaded: Any = load(
         wanted,
         checkpoint_dir,

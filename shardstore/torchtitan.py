@@ -12,7 +12,6 @@ implements ``BaseCheckpointManager`` of torchtitan 0.3 and of its main branch
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -201,17 +200,17 @@ class _TitanManager(_Titan):  # type: ignore[misc]
         in_hf, is_quantized = self.initial_load_in_hf, self.initial_load_in_hf_quantized
         path: Any = self.initial_load_path or (in_hf and self.sd_adapter.hf_assets_path)
 
-        def newest(_: object) -> bytes:
+        def newest(_: object) -> int | None:
             found = self._steps.latest() if step == -1 else step
             begins, root = found is None and not (path or in_hf), self._storage.at(self.folder)
             if begins and any(has_dcp_metadata(root.child(name)) for name in root.listing()):
                 what = " has steps of torchtitan's own manager, which a new run would replace: set "
                 remedy = "initial_load_path to one, initial_load_model_only=False, another folder"
                 raise root.error(what + remedy, ArgumentError)
-            return json.dumps(found).encode()
+            return found
 
         # On rank 0, so that all see the same.
-        found = json.loads(Ranks.current().together(what=f"listing {self.folder}", decide=newest))
+        found = Ranks.current().together(what=f"listing {self.folder}", decide=newest)
         if found is not None:
             states = whole if found else model  # step 0 is a seed: a model alone
             restored: Any = self._steps.restore(_state(states), None if step == -1 else step)
@@ -247,8 +246,7 @@ def _state(states: Mapping[str, Any]) -> StateDict:
 
 def _give(states: Mapping[str, Any], loaded: StateDict, url: str) -> None:
     """Give members of the training state what was loaded; every rank calls it."""
-
-    def given() -> None:
+    with Ranks.current().meet(f"restoring from {url}"):
         for key, part in states.items():
             try:
                 accept = part.update if isinstance(part, dict) else part.load_state_dict
@@ -257,5 +255,3 @@ def _give(states: Mapping[str, Any], loaded: StateDict, url: str) -> None:
                 text = f"{key!r} does not accept its state in {url}: {described(error)}"
                 remedy = f"to load without it, set exclude_from_loading=[{key!r}]"
                 raise CheckpointingException(f"{text}; {remedy}", key=key, url=url) from error
-
-    Ranks.current().step(f"restoring from {url}", given)

@@ -427,14 +427,12 @@ def validate_sharding_integrity(
     """
     ranks = Ranks.current()
     if common_state_dict is not None and ranks.world_size > 1:
-        mine, theirs = ranks.step(
-            "comparing the common values with those of rank 0",
-            lambda: comparable(common_state_dict),
-            lambda mine: pickled(mine) if ranks.is_coordinator else b"",
-            lambda reports: reports[0],
-        )
+        what = "comparing the common values with those of rank 0"
+        with ranks.meet(what, lambda reports: reports[0]) as meeting:
+            mine = comparable(common_state_dict)
+            meeting.report = pickled(mine) if ranks.is_coordinator else b""
         if not ranks.is_coordinator:
-            compare_common(mine, theirs, ranks)
+            compare_common(mine, meeting.answer, ranks)
     if ranks.is_coordinator:
         reports = [report_shards(shards) for shards in global_metadata]
         check_reports(reports, range(len(reports)))

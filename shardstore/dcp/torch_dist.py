@@ -16,6 +16,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -189,8 +190,10 @@ class _FilesSave:
         self._streams: list[torch.Stream | None] = []
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         self._written: list[tuple[MetadataIndex, filesystem._StorageInfo]] = []
-
-        def local() -> SavePlan:
+        what = f"planning the save to {self._url}"
+        if self.failure is not None:
+            ranks.together(what=what, error=self.failure)  # raises it
+        with ranks.meet(what, self._decide) as meeting:
             self._folder = Location.of(place) if session is None else session.attempt.location
             if not self._folder.is_local:
                 raise self._folder.error(
@@ -204,19 +207,16 @@ class _FilesSave:
             with store_errors("creating", self._url):
                 os.makedirs(self._folder.url, exist_ok=True)
             self._planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
-            return replace(self._planner.create_local_plan(), planner_data=report)
-
-        what = f"planning the save to {self._url}"
-        plan, answer = ranks.step(what, local, pickle.dumps, self._decide, error=self.failure)
+            plan = self._planner.create_local_plan()
+            meeting.report = replace(plan, planner_data=report)
         if session is not None:
             session.awaits_plan = False
-        of_others = pickle.loads(answer)[ranks.members.index(ranks.rank)]
+        of_others = meeting.answer[ranks.members.index(ranks.rank)]
         self._items = [item for item in plan.items if item.index not in of_others]
 
-    def _decide(self, reports: list[bytes]) -> bytes:
+    def _decide(self, asked: list[SavePlan]) -> list[set[MetadataIndex]]:
         """Make the metadata, and return the items of each rank that another rank writes. The
         coordinator calls it."""
-        asked: list[SavePlan] = [pickle.loads(one) for one in reports]
         try:
             plans, self._metadata = self._planner.create_global_plan(asked)
         except Exception as problem:
@@ -231,7 +231,7 @@ class _FilesSave:
         check_reports([one.shards for one in found], self._ranks.members)
         cast(Any, self._metadata).mcore_data = dict(ChainMap(*(one.shapes for one in found)))
         indexes = ([{item.index for item in plan.items} for plan in of] for of in (asked, plans))
-        return pickle.dumps([own - kept for own, kept in zip(*indexes, strict=True)])
+        return [own - kept for own, kept in zip(*indexes, strict=True)]
 
     def stage(self) -> None:
         """Copy this rank's items, so that the state may be changed. :meth:`write` uses the copy,
@@ -335,9 +335,8 @@ class _FilesSave:
             work: called first; its error, or the session's, prevents the writing of ``.metadata``.
         """
 
-        def decide(reports: list[bytes]) -> None:
-            written = [pair for report in reports for pair in pickle.loads(report)]
-            self._metadata.storage_data = dict(written)
+        def decide(reports: list[list[tuple[MetadataIndex, filesystem._StorageInfo]]]) -> None:
+            self._metadata.storage_data = dict(chain.from_iterable(reports))
             self._metadata.storage_meta = StorageMeta()  # no folder: the commit renames the folder
             self._metadata.version = filesystem.CURRENT_DCP_VERSION
             self._folder.replace(DCP_METADATA_NAME, pickle.dumps(self._metadata))
@@ -347,7 +346,11 @@ class _FilesSave:
         ranks = self._ranks if session is None else session.commit_ranks
         error = self.failure if session is None else session.failure
         what = f"saving to {self._url}"
-        ranks.step(what, work, lambda _: pickle.dumps(self._written), decide, error=error)
+        if error is not None:
+            ranks.together(what=what, error=error)  # raises it
+        with ranks.meet(what, decide) as meeting:
+            work()
+            meeting.report = self._written
 
 
 class _Planner(DefaultSavePlanner):

@@ -29,10 +29,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-import msgspec
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -57,11 +56,10 @@ from shardstore.errors import ArgumentError, CheckpointingException, RanksError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Merge: TypeAlias = Callable[[list[bytes]], bytes]
+Merge: TypeAlias = Callable[[list[Any]], Any]
 """Merges the reports of consecutive ranks into one."""
-Decide: TypeAlias = Callable[[list[bytes]], bytes | None]
-"""Makes the coordinator's answer from the reports; ``None`` is an empty answer."""
+Decide: TypeAlias = Callable[[list[Any]], Any]
+"""Makes the coordinator's answer from the reports."""
 
 DEADLINE_VARIABLE = "SHARDSTORE_DEADLINE_S"
 """Environment variable: seconds that a rank waits for another rank before it gives up."""
@@ -113,31 +111,17 @@ def _height(rank: int, world_size: int) -> int:
     return 1 + _height(below[0], world_size) if below else 0
 
 
-class _Message(msgspec.Struct, array_like=True):
-    """What a rank sends of its reports and of those sent to it.
-
-    Attributes:
-        reports: the distinct reports.
-        sent: of each rank the number of its report.
-        failures: rank -> failure.
-        broken, steps: see :class:`_Gathered`.
-    """
-
-    reports: list[bytes]
-    sent: list[int]
-    failures: dict[int, str]
-    broken: bool
-    steps: dict[str, str]
-
-
-_decode = msgspec.msgpack.Decoder(_Message).decode
-
-
 @dataclass
 class _Gathered:
-    """The reports and failures of a rank and of the ranks that report to it. ``broken``: a rank was
-    lost. ``steps``: kind of a step -> which rank is in which one; more than one if the program
-    calls different functions on its ranks."""
+    """The reports and failures of a rank and of the ranks that report to it.
+
+    Attributes:
+        reports: the reports, pickled.
+        failures: rank -> failure.
+        broken: whether a rank was lost.
+        steps: kind of a step -> which rank is in which one; more than one if the program calls
+            different functions on its ranks.
+    """
 
     reports: list[bytes] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
@@ -151,24 +135,13 @@ class _Gathered:
         self.steps = other.steps | self.steps
 
     def to_bytes(self, merge: Merge | None) -> bytes:
-        """Return the message for the next rank: each distinct report once, and which of them each
-        rank sent. After a failure it has no reports."""
+        """Return the message for the next rank, pickled. After a failure it has no reports."""
         reports = [] if self.failures else self.reports
         if merge is not None and len(reports) > 1:
             with suppress(Exception):  # the coordinator gets the same error and raises it
-                reports = [merge(reports)]
-        numbers: dict[bytes, int] = {}
-        sent = [numbers.setdefault(report, len(numbers)) for report in reports]
-        return msgspec.msgpack.encode(
-            _Message(list(numbers), sent, self.failures, self.broken, self.steps)
-        )
-
-    @classmethod
-    def from_bytes(cls, message: bytes) -> _Gathered:
-        """Return what :meth:`to_bytes` sent."""
-        found = _decode(message)
-        reports = [found.reports[number] for number in found.sent]
-        return cls(reports, found.failures, found.broken, found.steps)
+                reports = [pickle.dumps(merge([*map(pickle.loads, reports)]))]
+        known: dict[bytes, bytes] = {}  # pickle sends equal reports once if they are one object
+        return pickle.dumps(replace(self, reports=[known.setdefault(r, r) for r in reports]))
 
 
 @dataclass
@@ -180,8 +153,8 @@ class Meeting:
         answer: the coordinator's answer, after the step.
     """
 
-    report: bytes = b""
-    answer: bytes = b""
+    report: Any = None
+    answer: Any = None
 
 
 _channels: WeakKeyDictionary[Any, dict[tuple[str, Members], Channel]] = WeakKeyDictionary()
@@ -300,14 +273,15 @@ class Ranks:
 
     def together(
         self,
-        report: bytes = b"",
+        report: Any = None,
         *,
         what: str,
         error: BaseException | None = None,
         merge: Merge | None = None,
         decide: Decide = lambda _: None,
-    ) -> bytes:
-        """Send every rank's report to the coordinator, and its answer to every rank.
+    ) -> Any:
+        """Send every rank's report to the coordinator, and its answer to every rank. Both may be
+        any values that can be pickled.
 
         Every rank calls it, and waits until all have called it and the coordinator has decided.
 
@@ -333,49 +307,22 @@ class Ranks:
         if self.world_size == 1:
             if error is not None:
                 raise error
-            return decide([report]) or b""
-        failures = {} if error is None else {self.rank: described(error)}
-        steps = {what.partition(" ")[0]: f"rank {self.rank} is {what}"}
-        gathered = _Gathered([report], failures, steps=steps)
+            return decide([report])
+        gathered = _Gathered(steps={what.partition(" ")[0]: f"rank {self.rank} is {what}"})
+        try:
+            gathered.reports.append(pickle.dumps(report))
+        except Exception as problem:  # raised at the end, because the other ranks wait
+            error = error or problem
+        if error is not None:
+            gathered.failures[self.rank] = described(error)
         status, body = self._pass_on(gathered, what, merge, decide)
-        if error is None and status != _OK:
-            error = pickle.loads(body)
-        if error is not None:
-            self.failed = True
-            raise error
-        return body
-
-    def step(
-        self,
-        what: str,
-        work: Callable[[], T],
-        report: Callable[[T], bytes] = lambda _: b"",
-        decide: Decide = lambda _: None,
-        merge: Merge | None = None,
-        *,
-        error: BaseException | None = None,
-    ) -> tuple[T, bytes]:
-        """Call a function on every rank. If it fails on any rank, every rank raises.
-
-        Every rank calls it and waits as in :meth:`together`.
-
-        Args:
-            what: see :meth:`together`.
-            work: the function.
-            report: makes this rank's report from the result of ``work``.
-            decide: see :meth:`together`.
-            merge: see :meth:`together`.
-            error: an earlier error of this rank; ``work`` is not called then.
-
-        Returns:
-            The result of ``work`` on this rank, and the coordinator's answer.
-        """
-        if error is not None:
-            self.together(what=what, error=error, merge=merge, decide=decide)  # raises it
-        with self.meet(what, decide, merge) as meeting:
-            done = work()
-            meeting.report = report(done)
-        return done, meeting.answer
+        if error is None:
+            answer = pickle.loads(body)
+            if status == _OK:
+                return answer
+            error = answer
+        self.failed = True
+        raise error
 
     @contextmanager
     def meet(
@@ -421,7 +368,7 @@ class Ranks:
             if isinstance(message, RuntimeError):
                 gathered.add(_Gathered(failures=_no_answer([rank], message), broken=True))
             else:
-                gathered.add(_Gathered.from_bytes(message.body))
+                gathered.add(pickle.loads(message.body))
         gathered.broken |= channel.is_broken
         if above is None or answer is None:
             verdict = _verdict(gathered, what, decide)
@@ -550,7 +497,7 @@ def _verdict(gathered: _Gathered, what: str, decide: Decide) -> Message:
         text = f"the ranks call different functions: {', '.join(sorted(gathered.steps.values()))}"
         return Message(_BROKEN, pickle.dumps(RanksError(f"{text}; every rank calls the same")))
     try:
-        return Message(_OK, decide(gathered.reports) or b"")
+        return Message(_OK, pickle.dumps(decide([*map(pickle.loads, gathered.reports)])))
     except Exception as problem:
         with suppress(Exception):  # pickling an attribute of the error may raise any exception
             body = pickle.dumps(problem)

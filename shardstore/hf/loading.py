@@ -7,8 +7,7 @@ error of any rank is raised on every rank at the end of each step, before a tens
 from __future__ import annotations
 
 import logging
-import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -18,7 +17,7 @@ import torch
 
 from shardstore import dict_utils, mapping
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import Group, gathered
+from shardstore.distributed.groups import Group, Members, gathered
 from shardstore.dtensor.adoption import Adoption
 from shardstore.errors import ArgumentError, DTypeMismatchError, MissingKeyError
 from shardstore.hf import sharing
@@ -192,30 +191,25 @@ class _Call(LoadRequest):
 
     def run(self, meter: Meter) -> tuple[mapping.StateDict, set[str], set[str]]:
         """Load, and return the state dict, the missing and the unexpected keys."""
-        step = partial(self.ranks.step, self.what)
-        asked, answer = step(
-            self._prepare,
-            lambda asked: pickle.dumps((asked.location.url, asked.group)),
-            self._open,
-        )
-        files, apart = pickle.loads(answer)
+        meet = partial(self.ranks.meet, self.what)
+        with meet(self._open) as meeting:
+            asked = self._prepare()
+            meeting.report = asked.location.url, asked.group
+        files, apart = meeting.answer
         files.location = replace(files.location, options=asked.location.options)
         shares = asked.group and asked.group.shares and asked.group.members not in apart
         group = self.replica_group if shares else None
-        match, answer = step(
-            lambda: self._find(self.sources(files)),
-            self._used,
-            lambda reports: pickle.dumps(set().union(*map(pickle.loads, reports))),
-        )
-        used: set[str] = pickle.loads(answer)
-        planned, answer = step(
-            lambda: self._plan(match, files, used),
-            lambda planned: pickle.dumps(self._scattered(planned.reads, asked.location)),
-            self._wanted,
-        )
-        hosts: sharing.Hosts = pickle.loads(answer)
+        with meet(lambda reports: set().union(*reports)) as meeting:
+            match = self._find(self.sources(files))
+            meeting.report = self._used(match)
+        used: set[str] = meeting.answer
+        with meet(self._wanted) as meeting:
+            planned = self._plan(match, files, used)
+            meeting.report = self._scattered(planned.reads, asked.location)
+        hosts: sharing.Hosts = meeting.answer
         blocks = sharing.plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
-        read, _ = step(lambda: self._read(match, planned, files, group, blocks, meter))
+        with meet():
+            read = self._read(match, planned, files, group, blocks, meter)
         shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.sharded_state_dict, read))
         return shaped, planned.missing, match.unexpected
 
@@ -229,15 +223,17 @@ class _Call(LoadRequest):
             wait()
         return _Asked(location, read_group(self.replica_group, self.share_replicas, location))
 
-    def _open(self, reports: Sequence[bytes]) -> bytes:
+    def _open(
+        self, reports: Sequence[tuple[str, ReadGroup | None]]
+    ) -> tuple[WeightFiles, Container[Members]]:
         """Read the headers for all ranks. The coordinator calls it."""
-        urls, offers = zip(*map(pickle.loads, reports), strict=True)
+        urls, offers = zip(*reports, strict=True)
         if len(set(urls)) > 1:
             raise ArgumentError(f"{self.what}: the ranks give different places: {set(urls)}")
         by_rank = dict(zip(self.ranks.members, offers, strict=True))
         apart = groups_reading_alone(by_rank, urls[0])
         location = locate(self.checkpoint_dir, self.storage_options)
-        return pickle.dumps((WeightFiles.open(location), apart))
+        return WeightFiles.open(location), apart
 
     def _find(self, sources: Sources) -> _Match:
         """Find the source of each key.
@@ -284,10 +280,10 @@ class _Call(LoadRequest):
             request = split(keys={*found, *tied})
         return _Match(request, found, tied, unexpected)
 
-    def _used(self, match: _Match) -> bytes:
-        """Return a report of the stored tensors that this rank uses, if a mode needs it."""
+    def _used(self, match: _Match) -> set[str]:
+        """Return the stored tensors that this rank uses, if a mode needs them."""
         compares = self.compares_all
-        return pickle.dumps({k for s in match.sources.values() for k in s.keys if compares})
+        return {k for s in match.sources.values() for k in s.keys if compares}
 
     def _plan(self, match: _Match, files: WeightFiles, used: set[str]) -> _Planned:
         """Compare the keys in the mode of ``strict``, and plan the reads."""
@@ -332,12 +328,8 @@ class _Call(LoadRequest):
             if not region.array.key.endswith(SCALE_SUFFIXES) and sharing.is_scattered(region)
         ]
 
-    def _wanted(self, reports: Sequence[bytes]) -> bytes:
-        return pickle.dumps(
-            sharing.wanted_by(
-                dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
-            )
-        )
+    def _wanted(self, reports: Sequence[list[tuple[str, Box]]]) -> sharing.Hosts:
+        return sharing.wanted_by(dict(zip(self.ranks.members, reports, strict=True)))
 
     def _read(
         self,

@@ -7,10 +7,8 @@ rank, and nothing is visible then.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -316,19 +314,19 @@ class Export(BlockWriter):
         if SINGLE_NAME not in self.layout.heads:
             documents.append((INDEX_NAME, self.layout.index()))
 
-        def commit(reports: list[bytes]) -> bytes:
-            self.place.commit(self.layout, [report.decode() for report in reports], documents)
-            return json.dumps(about).encode()
+        def commit(receipts: list[str]) -> None:
+            self.place.commit(self.layout, receipts, documents)
 
         what = f"committing {self.target.url}"
         try:
-            _, answer = self.ranks.step(
-                what, self.place.finish, str.encode, commit, error=self.failure
-            )
+            if self.failure is not None:
+                self.ranks.together(what=what, error=self.failure)  # raises it
+            with self.ranks.meet(what, commit) as meeting:
+                meeting.report = self.place.finish()
         except BaseException:
             self.abandon()
             raise
-        self.record = json.loads(answer)
+        self.record = about
         if self.ranks.is_coordinator:
             url, size, seconds = self.target.url, about["bytes"], perf_counter() - self.started
             text = f"{url}: exported {about['tensors']} tensors, {size} bytes in {seconds:.3f} s"
@@ -362,13 +360,15 @@ def _begin(
     beginning = _Beginning(held, arguments, ranks)
     try:
         what = f"exporting to {shown(arguments.place)}"
-        tensors, answer = ranks.step(what, beginning.prepare, beginning.report, beginning.decide)
+        with ranks.meet(what, beginning.decide) as meeting:
+            tensors = beginning.prepare()
+            meeting.report = beginning.report(tensors)
     except BaseException:
         if ranks.is_coordinator and beginning.place is not None:
             beginning.place.abandon()
         raise
     assert beginning.place is not None
-    plan: _Plan = pickle.loads(answer)
+    plan: _Plan = meeting.answer
     place, sources = beginning.place, dict[tuple[str, Box], BoxReader]()
     export = Export(
         ranks,
@@ -455,8 +455,8 @@ class _Beginning:
         names = names_of((tensor.key for tensor in tensors), given.names)
         return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
 
-    def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> bytes:
-        """Return the :class:`_HeldShards` of this rank, pickled."""
+    def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> _HeldShards:
+        """Return what this rank holds."""
         given = self.arguments
         same = given.target().url, given.dtype, given.file_bytes
         shards = [
@@ -464,12 +464,10 @@ class _Beginning:
             for name, tensor in tensors
         ]
         sampled = samples(tensors) if self.ranks.world_size > 1 else {}
-        return pickle.dumps(_HeldShards(same, report_shards(shards), tied(tensors), sampled))
+        return _HeldShards(same, report_shards(shards), tied(tensors), sampled)
 
-    def decide(self, reports: list[bytes]) -> bytes:
-        """Plan and begin the export. Return the :class:`_Plan`, pickled. The coordinator calls
-        it."""
-        described: list[_HeldShards] = [pickle.loads(report) for report in reports]
+    def decide(self, described: list[_HeldShards]) -> _Plan:
+        """Plan and begin the export. The coordinator calls it."""
         members, target, place = self.ranks.members, self.arguments.target(), self.place
         assert place is not None
         _require_same([one.same for one in described], self.ranks)
@@ -485,7 +483,7 @@ class _Beginning:
         parts = place.part_bytes(layout)
         blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        return pickle.dumps(_Plan(layout, blocks, written, place.begin(layout)))
+        return _Plan(layout, blocks, written, place.begin(layout))
 
 
 def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:

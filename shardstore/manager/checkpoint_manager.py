@@ -6,7 +6,6 @@ restores the newest.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import weakref
@@ -289,15 +288,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 )
             return schedule.falls_on(number_of(step))
         is_busy = self._handle is not None and not self._handle.done()
-        _, answer = ranks.step(
-            f"asking whether to save step {step!s:.100} below {self.root.url}",
-            lambda: Vote(number_of(step), is_busy, notices.pending, notices.age_s),
-            lambda one: json.dumps(one).encode(),
-            lambda votes: schedule.decide(
-                votes, ranks.members, monotonic() - self._began, self._current
-            ),
-        )
-        self._answer = Answer(*json.loads(answer))
+        what = f"asking whether to save step {step!s:.100} below {self.root.url}"
+
+        def decide(votes: list[Vote]) -> Answer:
+            by_rank = dict(zip(ranks.members, votes, strict=True))
+            return schedule.decide(by_rank, monotonic() - self._began, self._current)
+
+        with ranks.meet(what, decide) as meeting:
+            meeting.report = Vote(number_of(step), is_busy, notices.pending, notices.age_s)
+        self._answer = meeting.answer
         if self.notice is not None and schedule.grace_s is not None:
             self._ends = monotonic() + schedule.grace_s - self._answer.age_s
         return self._answer.saves
@@ -542,13 +541,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         damaged: dict[int, str] = {}
         tried = _candidates(steps, infos, step, check, damaged)
 
-        def decide(_: list[bytes]) -> bytes:
-            return json.dumps([*next(tried), bool(discard_later)]).encode()
-
         with closing(tried):
             while True:
-                answer = ranks.together(what=what, error=error, decide=decide)
-                chosen, text, discards = json.loads(answer)
+                chosen, text, discards = ranks.together(
+                    what=what, error=error, decide=lambda _: (*next(tried), discard_later)
+                )
                 if chosen is None:
                     return None
                 place = steps.place(chosen)

@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
@@ -84,21 +83,17 @@ class Schedule:
         """Return whether the number of a step alone says that it is saved."""
         return self.every is not None and step % self.every == 0
 
-    def decide(
-        self, reports: list[bytes], members: Iterable[int], since_s: float, last: int | None = None
-    ) -> bytes:
+    def decide(self, votes: Mapping[int, Vote], since_s: float, last: int | None = None) -> Answer:
         """Make the answer of the coordinator.
 
         Args:
-            reports: a :class:`Vote` of each rank.
-            members: the ranks.
+            votes: by rank.
             since_s: seconds since the last save began, or since the manager was made.
             last: the step that was saved or restored last.
 
         Raises:
             ArgumentError: the ranks asked about different steps.
         """
-        votes = {rank: Vote(*json.loads(r)) for rank, r in zip(members, reports, strict=True)}
         (first, one), *others = votes.items()
         for rank, other in others:
             if other.step != one.step:
@@ -112,7 +107,7 @@ class Schedule:
         idle = self.interval is not None and not any(vote.is_busy for vote in votes.values())
         saves = bool(noticed) or by_time or idle or self.falls_on(one.step)
         saves = saves and one.step != last
-        return json.dumps(Answer(saves, oldest.notice, oldest.age_s)).encode()
+        return Answer(saves, oldest.notice, oldest.age_s)
 
 
 class Notices:

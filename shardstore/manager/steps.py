@@ -363,7 +363,7 @@ class Steps:
         """Delete the managed steps with higher numbers, on rank 0. Every rank calls it and waits
         for it."""
 
-        def work(_: list[bytes]) -> bytes:
+        def work(_: object) -> None:
             kept = []
             later = [step for step in infos if step > chosen]
             for step in reversed(later):  # the highest first, so that no gap is left
@@ -374,7 +374,6 @@ class Steps:
                     kept.append(step)
             if kept:
                 logger.warning("steps %s stay: no manager saved them, or they are in use", kept)
-            return b""
 
         ranks.together(what=f"deleting the steps after {chosen} below {self.root.url}", decide=work)
 

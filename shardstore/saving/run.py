@@ -7,18 +7,17 @@ Every rank learns of an error on any rank before a byte is written, and again at
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import msgspec
 import xxhash
 
 from shardstore import errors, mapping, validation
 from shardstore.coverage import (
+    ShardReport,
     check_same,
     copies_of,
     digest_of,
@@ -301,13 +300,12 @@ def _agree(request: SaveRequest, desk: _Desk, what: str, *, arrays: bool = False
     ranks = request.ranks
     with ranks.meet(what, desk.decide) as meeting:
         state = desk.state = split_state(request, arrays=arrays)
-        meeting.report = pickle.dumps(_Opening.of(state, ranks))
-    answer = _read_answer(meeting.answer)
+        meeting.report = _Opening.of(state, ranks)
+    answer: Agreement | _Differing | None = meeting.answer
     if isinstance(answer, _Differing):
         with ranks.meet(what, desk.compare) as meeting:
-            shards = state.shards if ranks.rank in answer.ranks else ()
-            meeting.report = pickle.dumps(report_shards(shards))
-        answer = _read_answer(meeting.answer)
+            meeting.report = report_shards(state.shards if ranks.rank in answer.ranks else ())
+        answer = meeting.answer
     if answer is None:
         return _agree(request, desk, what, arrays=True)
     assert isinstance(answer, Agreement)
@@ -357,24 +355,6 @@ class _Differing(NamedTuple):
     ranks: Collection[int]
 
 
-def _answer(answer: Agreement | _Differing | None) -> bytes:
-    """Return the coordinator's answer as bytes; ``None``: plain tensors must become arrays first.
-
-    The common values stand beside the pickle: a rank may lack a class of theirs, and still saves.
-    """
-    common = b""
-    if isinstance(answer, Agreement):
-        answer, common = replace(answer, common=b""), answer.common
-    return msgspec.msgpack.encode((pickle.dumps(answer), common))
-
-
-def _read_answer(answer: bytes) -> Agreement | _Differing | None:
-    """Return the coordinator's answer from :meth:`_Desk.decide`."""
-    pickled, common = msgspec.msgpack.decode(answer, type=tuple[bytes, bytes])
-    found: Agreement | _Differing | None = pickle.loads(pickled)
-    return replace(found, common=common) if isinstance(found, Agreement) else found
-
-
 @dataclass
 class _Desk:
     """What the coordinator does at the beginning of a save.
@@ -391,19 +371,19 @@ class _Desk:
     openings: dict[int, _Opening] = field(default_factory=dict)
     attempt: Attempt | None = None
 
-    def decide(self, reports: list[bytes]) -> bytes:
-        """Return the answer to the reports, for :func:`_read_answer`."""
-        self.openings = dict(zip(self.ranks.members, map(pickle.loads, reports), strict=True))
+    def decide(self, reports: list[_Opening]) -> Agreement | _Differing | None:
+        """Return the answer to the reports; ``None``: plain tensors must become arrays first."""
+        self.openings = dict(zip(self.ranks.members, reports, strict=True))
         of_values = [one.plain for one in self.openings.values() if one.plain is not None]
         if plain.must_be_arrays(of_values):
-            return _answer(None)
+            return None
         first = {one.described: rank for rank, one in reversed(self.openings.items())}
-        return _answer(self._agreed() if len(first) == 1 else _Differing(set(first.values())))
+        return self._agreed() if len(first) == 1 else _Differing(set(first.values()))
 
-    def compare(self, reports: list[bytes]) -> bytes:
+    def compare(self, reports: list[ShardReport]) -> Agreement:
         """Check that the ranks describe each tensor and object alike; return the answer."""
-        check_same([pickle.loads(report) for report in reports], self.ranks.members)
-        return _answer(self._agreed())
+        check_same(reports, self.ranks.members)
+        return self._agreed()
 
     def _agreed(self) -> Agreement:
         """Check the ranks' reports, and begin an attempt."""

@@ -10,10 +10,8 @@ takes the folder, and what it calls finds the session by :func:`session_of`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -112,8 +110,8 @@ class Agreement:
     Attributes:
         attempt_id: ID of the attempt that the coordinator began, for the other ranks.
         exchange_layouts: whether any rank has irregular or flattened tensors.
-        common: the coordinator's common state, pickled, for comparison, if a rank's state has
-            Megatron-Core's types.
+        common: the coordinator's common state, for comparison, if a rank's state has
+            Megatron-Core's types; pickled, because a rank may lack a class of it, and still saves.
         digests: the coordinator's :attr:`PlainValues.digests`, if no rank's state has such types
             and the values of the ranks differ.
         base_documents: documents of the checkpoint whose chunks are reused.
@@ -297,7 +295,7 @@ class SaveSession:
                 raise self.failure
             with self.commit_ranks.meet(what, self._commit, self._join) as meeting:
                 meeting.report = self._report()
-            self.record = json.loads(meeting.answer)
+            self.record = meeting.answer
         except BaseException:
             self.give_up()
             raise
@@ -326,16 +324,15 @@ class SaveSession:
             self.attempt.flush()
         return self.manifest.to_bytes()
 
-    def _commit(self, reports: list[bytes]) -> bytes:
-        """Commit the attempt, and return the commit record as JSON. The coordinator calls it."""
+    def _commit(self, reports: list[bytes]) -> dict[str, Any]:
+        """Commit the attempt, and return the commit record. The coordinator calls it."""
         whole = replace(
             self.about,
             world_size=self.ranks.world_size,
             seconds=perf_counter() - self._started,
             has_root=self.zarr_format == 3,
         )
-        merged = self._merged(reports)
-        return json.dumps(commit(self.attempt, self.options, merged, whole)).encode()
+        return commit(self.attempt, self.options, self._merged(reports), whole)
 
     def _join(self, reports: list[bytes]) -> bytes:
         """Combine the reports of several ranks on the way to the coordinator. Write a pack of what
@@ -434,14 +431,11 @@ def all_layouts(
     """Return the layouts of the irregular and flattened tensors of all ranks. Every rank calls it
     and waits for all others; for ``what`` and ``error`` see :meth:`Ranks.together`."""
 
-    def merged(reports: list[bytes]) -> bytes:
-        parsed = [pickle.loads(one) for one in reports]
-        return pickle.dumps(coverage.merge_layouts(parsed, ranks.members))
+    def merged(reports: list[coverage.ShardReport]) -> coverage.Layouts:
+        return coverage.merge_layouts(reports, ranks.members)
 
-    report = pickle.dumps(coverage.report_shards(coverage.needing_layouts(tensors)))
-    layouts: coverage.Layouts = pickle.loads(
-        ranks.together(report, what=what, error=error, decide=merged)
-    )
+    report = coverage.report_shards(coverage.needing_layouts(tensors))
+    layouts: coverage.Layouts = ranks.together(report, what=what, error=error, decide=merged)
     return layouts
 
 

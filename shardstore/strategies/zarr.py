@@ -311,14 +311,10 @@ def _create_or_open_zarr_arrays(
     ranks, location = Ranks.current(), Location.of(checkpoint_dir)
     what = f"creating arrays below {location.url}"
     layouts = all_layouts(ranks, sharded_tensors, what)
-
-    def create() -> None:
-        for tensor in sharded_tensors:
-            if _should_create_array(tensor):
-                meta = array_meta(tensor, DEFAULTS, layouts=layouts)
-                _create_zarr_array(tensor, checkpoint_dir, meta)
-
-    ranks.step(what, create)
+    with ranks.meet(what):
+        for tensor in filter(_should_create_array, sharded_tensors):
+            meta = array_meta(tensor, DEFAULTS, layouts=layouts)
+            _create_zarr_array(tensor, checkpoint_dir, meta)
 
     def opened(tensor: ShardedTensor) -> ZarrArray:
         node = location.child(checkpoint.read_array_meta(location, tensor.key).node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ def _told(rank: int, world: int, folder: str, tensors: int, flat: bool) -> tuple
     told, written = 0, False
     together, write = Ranks.together, FolderMover.write
 
-    def counting(ranks: Ranks, report: bytes = b"", **about: Any) -> bytes:
+    def counting(ranks: Ranks, report: Any = None, **about: Any) -> Any:
         nonlocal told
         answer = together(ranks, report, **about)
-        told += 0 if written else len(report) + len(answer)
+        told += 0 if written else len(pickle.dumps(report)) + len(pickle.dumps(answer))
         return answer
 
     def writing(mover: FolderMover, writes: Any, *others: Any) -> None:

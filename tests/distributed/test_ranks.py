@@ -29,7 +29,7 @@ from tests.helpers.ranks_helper import join, run_ranks
 
 WORLD = 4
 LONG = 64 * 1024
-INLINE = messages._INLINE_BYTES
+INLINE = messages._INLINE_BYTES - (len(pickle.dumps(bytes(256))) - 256)
 SIZES = [0, 1, LONG - 1, LONG, 3 * LONG + 1, INLINE - 1, INLINE, INLINE + 1, 0, INLINE]
 """Of messages of one piece and of two."""
 
@@ -48,7 +48,7 @@ def every_rank_gets_the_same_answer(rank: int, folder: Path) -> None:
         with torch.device("meta"):  # where a trainer builds its model
             answer = Ranks.current().together(told[rank], what="testing", decide=decide)
         assert answer == bytes(size)
-    assert ranks.together(b"x", what="testing") == b""
+    assert ranks.together(b"x", what="testing") is None
 
 
 class Private(Exception):  # noqa: N818

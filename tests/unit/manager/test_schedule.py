@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import threading
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardstore import CheckpointManager
 from shardstore.errors import ArgumentError
-from shardstore.manager.schedule import Answer, Notices, Schedule, Vote
+from shardstore.manager.schedule import Notices, Schedule, Vote
 from shardstore.progress import Progress
 from tests.helpers.managed import restored, state_of
 
@@ -66,9 +65,8 @@ def test_a_step_is_saved_if_any_rule_says_so(
 ) -> None:
     rules: dict[str, Any] = {"every": every, "every_s": every_s}
     rules["interval"] = "continuous" if continuous else None
-    reports = [json.dumps(Vote(step, *one)).encode() for one in said]
-    decided = Schedule(**rules).decide(reports, range(len(said)), since_s)
-    answer = Answer(*json.loads(decided))
+    voted = dict(enumerate(Vote(step, *one) for one in said))
+    answer = Schedule(**rules).decide(voted, since_s)
     ages = {age: notice for _, notice, age in said if notice is not None}
     by_number = every is not None and step % every == 0
     by_time = every_s is not None and since_s >= every_s
