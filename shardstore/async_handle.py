@@ -142,24 +142,17 @@ class Running(Protocol):
         """Stop writing."""
 
 
-class Exporting(Running, Protocol):
-    """A save of another format, after this rank has copied its part of the state."""
-
-    def write(self) -> None:
-        """Write this rank's part."""
-
-    def finish(self) -> None:
-        """Commit together with the other ranks."""
-
-
-def begin_background(begin: Callable[[], Exporting]) -> AsyncSave:
+def begin_background(begin: Callable[[], tuple[Running, AsyncRequest]]) -> AsyncSave:
     """Begin a save of another format after the asynchronous save before it has ended, and return
-    its handle. Every rank calls it."""
+    its handle. Every rank calls it.
+
+    Args:
+        begin: copies this rank's part of the state, and returns the save and the rest of it.
+    """
     global _latest
     if _latest is not None:
         _latest.wait()
-    save = begin()
-    _latest = AsyncSave(save, AsyncRequest(save.write, (), [save.finish]), "wait")
+    _latest = AsyncSave(*begin(), "wait")
     return _latest
 
 

@@ -44,7 +44,7 @@ from shardstore.storage.format.names import COMMITS, is_inside
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
-from shardstore.strategies.async_utils import latest_save
+from shardstore.strategies.async_utils import AsyncRequest, latest_save
 
 logger = logging.getLogger(__name__)
 
@@ -147,11 +147,11 @@ def async_save(
     """
     arguments, ranks = _Arguments(place, **keywords), Ranks.of(process_group)
 
-    def begin() -> Export:
+    def begin() -> tuple[Export, AsyncRequest]:
         export = _begin(partial(tensors_of, state_dict), memory_of, arguments, ranks)
         export.stage()
         export.ranks = ranks.over(RANKS_PURPOSE)
-        return export
+        return export, AsyncRequest(export.write, (), [export.finish])
 
     return begin_background(begin)
 
