@@ -12,7 +12,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, Self, cast
@@ -220,7 +220,12 @@ class DcpFiles:
             DamagedCheckpointError: a file does not match the metadata, or a part of a region is
                 not stored.
         """
-        _for_each_region(reads, lambda read: self._read_one(read, done))
+
+        def work(batch: Sequence[RegionRead]) -> None:
+            for read in batch:
+                self._read_one(read, done)
+
+        run_batched(reads, work, weight=lambda read: read.out.nbytes, batch_weight=BATCH_BYTES)
 
     def _read_one(self, read: RegionRead, done: ReadDone) -> None:
         key, box = read.array.key, read.box
@@ -411,21 +416,6 @@ def _unfolded(
         out.append(StoredPart(Box(offset, box.shape), part.extent, part.box.shape, first))
         first += box.size
     return out
-
-
-def _for_each_region(reads: Sequence[RegionRead], read: Callable[[RegionRead], None]) -> None:
-    """Call ``read`` for each region, from several threads."""
-
-    def work(batch: Sequence[RegionRead]) -> None:
-        for region in batch:
-            read(region)
-
-    run_batched(
-        reads,
-        work,
-        weight=lambda region: region.out.nbytes,
-        batch_weight=BATCH_BYTES,
-    )
 
 
 class _RangeFile(AbstractBufferedFile):  # type: ignore[misc]
