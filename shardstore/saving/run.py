@@ -15,15 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import xxhash
 
-from shardstore import errors, mapping, validation
-from shardstore.coverage import (
-    ShardReport,
-    check_same,
-    copies_of,
-    digest_of,
-    needing_layouts,
-    report_shards,
-)
+from shardstore import coverage, errors, mapping, validation
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adoption
@@ -115,7 +107,7 @@ def begin(request: SaveRequest) -> Started:
         return _begin_together(request)
     state = split_state(request)
     agreed = Agreement(
-        exchange_layouts=bool(needing_layouts(state.shards)),
+        exchange_layouts=bool(coverage.needing_layouts(state.shards)),
         base_documents=None if state.base is None else read_base(state.base),
         copy_reporters=(request.ranks.rank,),
     )
@@ -182,7 +174,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     if checks := options.validate_access_integrity:
         noted = getattr(common_strategy, "notes_objects", False)
         noted = noted and not sharded_strategy.can_handle_sharded_objects
-        state.copies = copies_of(split.found, objects=noted)
+        state.copies = coverage.copies_of(split.found, objects=noted)
     if ranks.world_size > 1:
         compared = validation.preprocessed(state.common, request.preprocess) if checks else None
         state.plain = PlainValues.of(split, compared)
@@ -304,7 +296,9 @@ def _agree(request: SaveRequest, desk: _Desk, what: str, *, arrays: bool = False
     answer: Agreement | _Differing | None = meeting.answer
     if isinstance(answer, _Differing):
         with ranks.meet(what, desk.compare) as meeting:
-            meeting.report = report_shards(state.shards if ranks.rank in answer.ranks else ())
+            meeting.report = coverage.report_shards(
+                state.shards if ranks.rank in answer.ranks else ()
+            )
         answer = meeting.answer
     if answer is None:
         return _agree(request, desk, what, arrays=True)
@@ -339,8 +333,8 @@ class _Opening(NamedTuple):
         compares = state.options.validate_access_integrity
         return cls(
             f"to {state.target.url} with base={state.base and state.base.url}",
-            digest_of(state.shards) if compares else b"",
-            bool(needing_layouts(state.shards)),
+            coverage.digest_of(state.shards) if compares else b"",
+            bool(coverage.needing_layouts(state.shards)),
             None if state.plain is None else state.plain.report(),
             xxhash.xxh3_128_digest("\n".join(state.copies).encode()) if state.copies else b"",
             plain.samples_of(state.shards, compares=compares),
@@ -380,9 +374,9 @@ class _Desk:
         first = {one.described: rank for rank, one in reversed(self.openings.items())}
         return self._agreed() if len(first) == 1 else _Differing(set(first.values()))
 
-    def compare(self, reports: list[ShardReport]) -> Agreement:
+    def compare(self, reports: list[coverage.ShardReport]) -> Agreement:
         """Check that the ranks describe each tensor and object alike; return the answer."""
-        check_same(reports, self.ranks.members)
+        coverage.check_same(reports, self.ranks.members)
         return self._agreed()
 
     def _agreed(self) -> Agreement:

@@ -37,7 +37,6 @@ from shardstore.mapping import (
     is_main_replica,
     local_box,
 )
-from shardstore.saving.execute import stage_chunks, write_chunks
 from shardstore.saving.plan import WritePlan, array_meta, plan_writes
 from shardstore.saving.run import SaveRequest, run_save
 from shardstore.saving.session import (
@@ -46,6 +45,8 @@ from shardstore.saving.session import (
     all_layouts,
     exchange_layouts,
     session_of,
+    stage_chunks,
+    write_chunks,
 )
 from shardstore.storage import checkpoint
 from shardstore.storage.format import dtypes

@@ -20,7 +20,7 @@ from shardstore.coverage import FlatRange
 from shardstore.distributed import messages
 from shardstore.distributed.coordinator import DEADLINE_VARIABLE, Ranks
 from shardstore.errors import AccessPatternError, RanksError, StorageError
-from shardstore.saving import execute
+from shardstore.saving import session as sessions
 from shardstore.saving.plan import CutChunk
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
@@ -191,7 +191,7 @@ def _exchange(ranks: Ranks, rank: int, *, in_rounds: bool) -> None:
     ]
     session: Any = SimpleNamespace(ranks=ranks, timed=lambda _: nullcontext())
     most: list[int] = []
-    execute._exchange(session, cut, lambda writes: most.append(len(writes)), 1)
+    sessions._exchange(session, cut, lambda writes: most.append(len(writes)), 1)
     assert max(most, default=0) <= 1
 
 
