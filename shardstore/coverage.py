@@ -324,7 +324,7 @@ def require_inside(item: ShardedTensor | ShardedObject, box: Box, rank: int) -> 
         raise errors.AccessPatternError(
             f"Invalid access pattern for {item.key!r}: the shard of rank {rank} at offset "
             f"{box.offset} of shape {box.shape} reaches outside the global shape "
-            f"{item.global_shape}",
+            f"{item.global_shape}; check offset and global shape",
             key=item.key,
             rank=rank,
         )

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardstore.coverage import FlatRange, Layouts
+from shardstore.coverage import FlatRange, Layouts, require_inside
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
-from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, is_within, local_box
+from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
@@ -317,7 +317,7 @@ def plan_writes(
         # A short path, because most tensors are one chunk.
         whole = meta.grid.chunk_at(box) if tensor.flattened_range is None else None
         if whole is None:
-            _check_place(tensor, meta, box)
+            _check_place(tensor, meta, box, rank)
         plan.tensors.append(tensor)
         plan.arrays.append(meta)
         if is_shared:
@@ -351,22 +351,18 @@ def _without_data(key: str, rank: int) -> CheckpointingException:
     return CheckpointingException(text + "its tensor", key=key, rank=rank)
 
 
-def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box) -> None:
-    shape = tensor.global_shape
-    if not box.size or (is_within(box, shape) and meta.grid.is_aligned(box)):
+def _check_place(tensor: ShardedTensor, meta: ArrayMeta, box: Box, rank: int) -> None:
+    if not box.size:
         return
-    if not is_within(box, shape):
-        why = f"reaches beyond the global shape {shape}; check offset and global shape"
-    else:
-        why = (
+    require_inside(tensor, box, rank)
+    if not meta.grid.is_aligned(box):
+        raise AccessPatternError(
+            f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} "
             f"does not match axis_fragmentations={tensor.axis_fragmentations} of global shape "
-            f"{shape} (shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
-            "axis_fragmentations=None for an irregular cut"
+            f"{tensor.global_shape} (shards of {meta.shard_shape or meta.grid.chunk_shape}); pass "
+            "axis_fragmentations=None for an irregular cut",
+            key=tensor.key,
         )
-    raise AccessPatternError(
-        f"Invalid access pattern: key {tensor.key!r}, offset {box.offset}, shape {box.shape} {why}",
-        key=tensor.key,
-    )
 
 
 # -- flattened ranges ----------------------------------------------------------------------------

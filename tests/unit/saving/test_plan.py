@@ -182,6 +182,6 @@ def test_a_wrapper_of_an_allowed_class_is_refused_too(tmp_path: Path) -> None:
 def test_a_shard_that_reaches_beyond_its_array_is_named(validates: bool, tmp_path: Path) -> None:
     """Padding that the global shape leaves out; no other cut would make it fit."""
     shard = ShardedTensor("w", torch.ones(4), torch.float32, (4,), (6,), (4,), None)
-    with pytest.raises(AccessPatternError, match=r"'w'.*beyond the global shape \(6,\)") as caught:
+    with pytest.raises(AccessPatternError, match=r"'w'.*outside the global shape \(6,\)") as caught:
         shardstore.save({"w": shard}, tmp_path / "c", validate_access_integrity=validates)
     assert "axis_fragmentations" not in str(caught.value)
