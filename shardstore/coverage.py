@@ -25,7 +25,6 @@ from shardstore import errors
 from shardstore.mapping import (
     ShardedObject,
     ShardedTensor,
-    data_shape,
     flat_bounds,
     is_main_replica,
     is_within,
@@ -71,32 +70,12 @@ def as_flat_range(rows: ShardedTensor) -> ShardedTensor:
     )
 
 
-def is_empty_range(tensor: ShardedTensor) -> bool:
-    """Return whether a tensor is a flattened range without elements. Such a range is neither saved
-    nor loaded."""
-    return tensor.flattened_range is not None and data_shape(tensor) == (0,)
-
-
-def needing_layouts(shards: Iterable[ShardedTensor | ShardedObject]) -> list[ShardedTensor]:
-    """Return the tensors that a rank cannot plan without the layouts of other ranks: the main
-    replicas of irregular cuts and flattened ranges."""
-    found = []
-    for shard in shards:
-        if not isinstance(shard, ShardedTensor):
-            continue
-        is_flat, irregular = shard.flattened_range is not None, shard.axis_fragmentations is None
-        is_part = is_flat or (irregular and local_box(shard).shape != shard.global_shape)
-        if is_part and is_main_replica(shard.replica_id):
-            found.append(shard)
-    return found
-
-
 def merge_layouts(reports: Sequence[ShardReport], ranks: Sequence[int]) -> Layouts:
     """Merge the reports of all ranks.
 
     Args:
-        reports: each rank's report of its shards that are :func:`needing_layouts`, in the order of
-            ``ranks``.
+        reports: each rank's report of its shards that are :func:`.needing_layouts`, in the order
+            of ``ranks``.
         ranks: the ranks.
 
     Raises:
@@ -363,25 +342,6 @@ def require_alike(
                     key=item.key,
                     rank=rank,
                 )
-
-
-def copies_of(shards: Iterable[object], *, objects: bool) -> list[str]:
-    """Return the keys of the tensors, and unique keys of the objects, that a rank holds only as
-    copies or empty ranges.
-
-    Args:
-        shards: the shards of this rank; other values are ignored.
-        objects: whether the strategy that writes the objects records them in the manifest.
-    """
-    main: set[str] = set()
-    copied: set[str] = set()
-    for item in shards:
-        if isinstance(item, ShardedTensor) or (objects and isinstance(item, ShardedObject)):
-            name = item.key if isinstance(item, ShardedTensor) else item.unique_key
-            empty = isinstance(item, ShardedTensor) and is_empty_range(item)
-            if not (empty and 0 in item.global_shape):
-                (copied if empty or not is_main_replica(item.replica_id) else main).add(name)
-    return sorted(copied - main)
 
 
 def without_main_replica(keys: Sequence[str], rank: int) -> errors.AccessPatternError:

@@ -516,6 +516,12 @@ def data_shape(tensor: ShardedTensor) -> tuple[int, ...]:
     return (stop - start,)
 
 
+def is_empty_range(tensor: ShardedTensor) -> bool:
+    """Return whether a tensor is a flattened range without elements. Such a range is neither saved
+    nor loaded."""
+    return tensor.flattened_range is not None and data_shape(tensor) == (0,)
+
+
 def ints(values: Sequence[int]) -> tuple[int, ...]:
     """Convert any kind of integers to a tuple of ``int``.
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shardstore import dict_utils
-from shardstore.coverage import is_empty_range
 from shardstore.errors import AccessPatternError, DTypeMismatchError, StructureError
 from shardstore.mapping import (
     CommonStateDict,
@@ -26,6 +25,7 @@ from shardstore.mapping import (
     StateDict,
     apply_factories,
     apply_factory_merges,
+    is_empty_range,
 )
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 from shardstore.values.record import LIST_LENGTH

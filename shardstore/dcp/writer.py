@@ -31,7 +31,7 @@ from shardstore.dcp.reader import OwnedAttempt, Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
-from shardstore.saving.plan import CutChunk, array_meta, fetched, plan_writes, stored_name
+from shardstore.saving import plan as planning
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.folder import disk_of
 from shardstore.storage.commit.publish import Files, RootContent, publish, put_chunks
@@ -82,7 +82,7 @@ class WriteReport:
     """
 
     manifest: bytes = b""
-    cut: list[CutChunk] = field(default_factory=list)
+    cut: list[planning.CutChunk] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
 
@@ -134,14 +134,14 @@ def _layouts(plans: Sequence[SavePlan], options: SaveOptions) -> coverage.Layout
     by_rank: list[list[ShardedTensor]] = [[] for _ in plans]
     for shards in held.values():
         _, first = shards[0]
-        shape, size = first.global_shape, dtypes.itemsize(array_meta(first, options).dtype)
+        shape, size = first.global_shape, dtypes.itemsize(planning.array_meta(first, options).dtype)
         are_rows = all(shard.local_shape[1:] == shape[1:] for _, shard in shards)
         boxes = [local_box(shard) for _, shard in shards]
         most = options.target_chunk_bytes
         are_flat = are_rows and grid_of(shape, boxes, size, most).straddles
         for rank, shard in shards:
             by_rank[rank].append(coverage.as_flat_range(shard) if are_flat else shard)
-    reports = [coverage.report_shards(coverage.needing_layouts(shards)) for shards in by_rank]
+    reports = [coverage.report_shards(planning.needing_layouts(shards)) for shards in by_rank]
     return coverage.merge_layouts(reports, range(len(reports)))
 
 
@@ -185,10 +185,10 @@ def _lists(paths: Mapping[str, StatePath], tensors: Container[str]) -> list[Stat
     ]
 
 
-def _joined(chunk: CutChunk) -> ChunkWrite:
+def _joined(chunk: planning.CutChunk) -> ChunkWrite:
     """Return a chunk that several ranks hold, put together from all their pieces. The layouts prove
     that they cover it."""
-    pieces = [fetched(chunk.local[first]).reshape(-1) for first in sorted(chunk.local)]
+    pieces = [planning.fetched(chunk.local[first]).reshape(-1) for first in sorted(chunk.local)]
     return ChunkWrite(chunk.array, chunk.index, np.concatenate(pieces).reshape(chunk.shape))
 
 
@@ -274,7 +274,9 @@ class StorageWriter(Placed, DcpStorageWriter):
         """
         for item in plan.items:
             if (about := item.tensor_data) is not None:
-                stored_name(item.index.fqn, about.properties.dtype, about.properties.layout)
+                planning.stored_name(
+                    item.index.fqn, about.properties.dtype, about.properties.layout
+                )
         return replace(plan, storage_data=disk_of(self._place))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -329,9 +331,11 @@ class StorageWriter(Placed, DcpStorageWriter):
         if pickled:
             shown = ", ".join(map(repr, pickled[:8]))
             logger.warning("%d value(s) have no JSON form and are pickled: %s", len(pickled), shown)
-        planned = plan_writes(tensors, task.rank, self.options, layouts=task.layouts)
+        planned = planning.plan_writes(tensors, task.rank, self.options, layouts=task.layouts)
         for chunk in planned.cut:
-            local: dict[int, Source] = {n: fetched(source) for n, source in chunk.local.items()}
+            local: dict[int, Source] = {
+                n: planning.fetched(source) for n, source in chunk.local.items()
+            }
             report.cut.append(replace(chunk, local=local))
         # The largest chunks first, so that no large chunk is sent alone at the end. The sort is
         # stable, so chunks of one array keep their order.
@@ -388,7 +392,7 @@ class StorageWriter(Placed, DcpStorageWriter):
             reports: list[WriteReport] = [of_rank[0].storage_data for of_rank in results]
             values = _state_record(metadata, reports)
             manifests = [RankManifest.from_bytes(report.manifest) for report in reports]
-            cut: dict[tuple[str, tuple[int, ...]], CutChunk] = {}
+            cut: dict[tuple[str, tuple[int, ...]], planning.CutChunk] = {}
             for chunk in itertools.chain.from_iterable(report.cut for report in reports):
                 cut.setdefault((chunk.array.key, chunk.index), chunk).local.update(chunk.local)
             own = manifests[self._current.rank]

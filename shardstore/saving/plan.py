@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardstore.coverage import FlatRange, Layouts, require_inside
 from shardstore.errors import AccessPatternError, CheckpointingException, DTypeMismatchError
-from shardstore.mapping import ShardedTensor, flat_bounds, is_main_replica, local_box
+from shardstore.mapping import ShardedObject, ShardedTensor, flat_bounds, is_main_replica, local_box
 from shardstore.saving.replicas import Shard, SharedWrites, identity
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import CRC32C, SEPARATOR, ArrayMeta
@@ -188,6 +188,20 @@ def _is_kept_by_zarr(bits: bytes, dtype: np.dtype[Any]) -> bool:
     part = np.dtype(f"f{dtype.itemsize // (1 + (dtype.kind == 'c'))}")
     nan, values = np.array(np.nan, part).tobytes(), np.frombuffer(bits, part)
     return all(not np.isnan(value) or value.tobytes() == nan for value in values)
+
+
+def needing_layouts(shards: Iterable[ShardedTensor | ShardedObject]) -> list[ShardedTensor]:
+    """Return the tensors that a rank cannot plan without the layouts of other ranks: the main
+    replicas of irregular cuts and flattened ranges."""
+    found = []
+    for shard in shards:
+        if not isinstance(shard, ShardedTensor):
+            continue
+        is_flat, irregular = shard.flattened_range is not None, shard.axis_fragmentations is None
+        is_part = is_flat or (irregular and local_box(shard).shape != shard.global_shape)
+        if is_part and is_main_replica(shard.replica_id):
+            found.append(shard)
+    return found
 
 
 def stored_name(key: str, dtype: torch.dtype, layout: torch.layout) -> str:

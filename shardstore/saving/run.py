@@ -7,7 +7,7 @@ Every rank learns of an error on any rank before a byte is written, and again at
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardstore.dtensor.layout import apply_claims, decide_claims
 from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.saving import plain, replicas
 from shardstore.saving.plain import PlainValues
+from shardstore.saving.plan import needing_layouts
 from shardstore.saving.session import Agreement, SaveSession, SplitState, Strategies
 from shardstore.state_dict_utils import StateSplit
 from shardstore.storage.commit import checkpoints
@@ -107,7 +108,7 @@ def begin(request: SaveRequest) -> Started:
         return _begin_together(request)
     state = split_state(request)
     agreed = Agreement(
-        exchange_layouts=bool(coverage.needing_layouts(state.shards)),
+        exchange_layouts=bool(needing_layouts(state.shards)),
         base_documents=None if state.base is None else read_base(state.base),
         copy_reporters=(request.ranks.rank,),
     )
@@ -174,11 +175,33 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
     if checks := options.validate_access_integrity:
         noted = getattr(common_strategy, "notes_objects", False)
         noted = noted and not sharded_strategy.can_handle_sharded_objects
-        state.copies = coverage.copies_of(split.found, objects=noted)
+        state.copies = _copies(split.found, objects=noted)
     if ranks.world_size > 1:
         compared = validation.preprocessed(state.common, request.preprocess) if checks else None
         state.plain = PlainValues.of(split, compared)
     return state
+
+
+def _copies(
+    shards: Iterable[mapping.ShardedTensor | mapping.ShardedObject], *, objects: bool
+) -> list[str]:
+    """Return the keys of the tensors, and unique keys of the objects, that this rank holds only as
+    copies or empty ranges.
+
+    Args:
+        shards: the shards of this rank.
+        objects: whether the strategy that writes the objects records them in the manifest.
+    """
+    main: set[str] = set()
+    copied: set[str] = set()
+    for item in shards:
+        is_main = mapping.is_main_replica(item.replica_id)
+        if isinstance(item, mapping.ShardedObject):
+            if objects:
+                (main if is_main else copied).add(item.unique_key)
+        elif not (empty := mapping.is_empty_range(item)) or 0 not in item.global_shape:
+            (main if is_main and not empty else copied).add(item.key)
+    return sorted(copied - main)
 
 
 def _with_content(about: RootContent, content: object, split: StateSplit) -> RootContent:
@@ -334,7 +357,7 @@ class _Opening(NamedTuple):
         return cls(
             f"to {state.target.url} with base={state.base and state.base.url}",
             coverage.digest_of(state.shards) if compares else b"",
-            bool(coverage.needing_layouts(state.shards)),
+            bool(needing_layouts(state.shards)),
             None if state.plain is None else state.plain.report(),
             xxhash.xxh3_128_digest("\n".join(state.copies).encode()) if state.copies else b"",
             plain.samples_of(state.shards, compares=compares),

@@ -37,7 +37,7 @@ from shardstore.mapping import ShardedObject, ShardedTensor, StateDict
 from shardstore.progress import Meter, callback_of, log_event
 from shardstore.saving import replicas
 from shardstore.saving.plain import PlainValues
-from shardstore.saving.plan import CutChunk, WritePlan, fetched
+from shardstore.saving.plan import CutChunk, WritePlan, fetched, needing_layouts
 from shardstore.saving.staging import Staging, Take
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.attempt import Attempt
@@ -448,7 +448,7 @@ def all_layouts(
     def merged(reports: list[coverage.ShardReport]) -> coverage.Layouts:
         return coverage.merge_layouts(reports, ranks.members)
 
-    report = coverage.report_shards(coverage.needing_layouts(tensors))
+    report = coverage.report_shards(needing_layouts(tensors))
     layouts: coverage.Layouts = ranks.together(report, what=what, error=error, decide=merged)
     return layouts
 
