@@ -191,9 +191,7 @@ class _FilesSave:
         self._copies: dict[MetadataIndex, torch.Tensor | io.BytesIO] = {}
         self._written: list[tuple[MetadataIndex, filesystem._StorageInfo]] = []
         what = f"planning the save to {self._url}"
-        if self.failure is not None:
-            ranks.together(what=what, error=self.failure)  # raises it
-        with ranks.meet(what, self._decide) as meeting:
+        with ranks.meet(what, self._decide, error=self.failure) as meeting:
             self._folder = Location.of(place) if session is None else session.attempt.location
             if not self._folder.is_local:
                 raise self._folder.error(
@@ -346,9 +344,7 @@ class _FilesSave:
         ranks = self._ranks if session is None else session.commit_ranks
         error = self.failure if session is None else session.failure
         what = f"saving to {self._url}"
-        if error is not None:
-            ranks.together(what=what, error=error)  # raises it
-        with ranks.meet(what, decide) as meeting:
+        with ranks.meet(what, decide, error=error) as meeting:
             work()
             meeting.report = self._written
 

@@ -326,17 +326,24 @@ class Ranks:
 
     @contextmanager
     def meet(
-        self, what: str, decide: Decide = lambda _: None, merge: Merge | None = None
+        self,
+        what: str,
+        decide: Decide = lambda _: None,
+        merge: Merge | None = None,
+        *,
+        error: BaseException | None = None,
     ) -> Iterator[Meeting]:
         """If the block fails on any rank, every rank raises.
 
         Every rank enters it, and waits at its end as in :meth:`together`, whose arguments these
-        are.
+        are. A rank that has an ``error`` already raises it without the block.
 
         Yields:
             The meeting, for this rank's report and the answer.
         """
-        meeting, error = Meeting(), None
+        if error is not None:
+            self.together(what=what, error=error)  # raises it
+        meeting = Meeting()
         try:
             yield meeting
         except Exception as problem:

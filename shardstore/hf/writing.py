@@ -319,9 +319,7 @@ class Export(BlockWriter):
 
         what = f"committing {self.target.url}"
         try:
-            if self.failure is not None:
-                self.ranks.together(what=what, error=self.failure)  # raises it
-            with self.ranks.meet(what, commit) as meeting:
+            with self.ranks.meet(what, commit, error=self.failure) as meeting:
                 meeting.report = self.place.finish()
         except BaseException:
             self.abandon()

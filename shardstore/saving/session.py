@@ -303,11 +303,10 @@ class SaveSession:
 
         what = f"committing {self.target.url}"
         try:
-            if self.failure is not None:
-                if not self.ranks.failed:  # else no rank begins a further step
-                    self.commit_ranks.together(what=what, error=self.failure)
+            if self.failure is not None and self.ranks.failed:  # no rank begins a further step
                 raise self.failure
-            with self.commit_ranks.meet(what, self._commit, self._join) as meeting:
+            ranks, error = self.commit_ranks, self.failure
+            with ranks.meet(what, self._commit, self._join, error=error) as meeting:
                 meeting.report = self._report()
             self.record = meeting.answer
         except BaseException:
