@@ -13,6 +13,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from logging import getLogger
 from operator import itemgetter
@@ -46,39 +47,27 @@ class Arena(NamedTuple):
     device: torch.device | None
 
 
-class HostPool:
-    """Host memory that saves reuse, so that its pages are first touched and pinned only once.
+POOL: deque[Arena] = deque(maxlen=1)
+"""Host memory of the last save that gave it back, for the next one, so that its pages are first
+touched and pinned only once. A deque is thread-safe."""
 
-    It is thread-safe. Between saves it keeps one arena, the last one that was given back.
+
+def _arena(size: int, device: torch.device | None) -> Arena:
+    """Return an arena of at least ``size`` bytes from :data:`POOL`, or a new one, see
+    :func:`.host_memory`.
+
+    Raises:
+        MemoryError, OSError: the system does not have enough memory.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: Arena | None = None
-
-    def take(self, size: int, device: torch.device | None = None) -> Arena:
-        """Return an arena of at least ``size`` bytes, see :func:`.host_memory`.
-
-        Raises:
-            MemoryError, OSError: the system does not have enough memory.
-        """
-        with self._lock:
-            arena, self._free = self._free, None
-        if arena is not None:
-            serves = device is None or arena.device is not None
-            if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
-                return arena
-            del arena  # free its memory before allocating
-        return Arena(host_memory(size, device), device)
-
-    def give_back(self, arena: Arena) -> None:
-        """Keep an arena for the next save, in place of the one that is kept."""
-        with self._lock:
-            self._free = arena
-
-
-POOL = HostPool()
-"""The pool of this process, global because saves share its memory."""
+    arena: Arena | None = None
+    with suppress(IndexError):  # there is none
+        arena = POOL.pop()
+    if arena is not None:
+        serves = device is None or arena.device is not None
+        if serves and size <= len(arena.memory) <= max(2 * size, 1 << 20):
+            return arena
+        del arena  # free its memory before allocating
+    return Arena(host_memory(size, device), device)
 
 
 class Staging:
@@ -123,7 +112,7 @@ class Staging:
                 )
         sources = [item.source for item in writes if isinstance(item.source, DevicePart)]
         devices = {source.tensor.device for source in sources if source.stream is not None}
-        self._arena: Arena | None = POOL.take(self.arena_bytes, next(iter(devices), None))
+        self._arena: Arena | None = _arena(self.arena_bytes, next(iter(devices), None))
         self._devices = {device: DeviceCopies(device, self._arena.memory) for device in devices}
         self._last: list[ChunkWrite] = []
         self._complete = threading.Event()
@@ -221,7 +210,7 @@ class Staging:
         try:
             self.wait(host=True)
             if self._arena is not None:
-                POOL.give_back(self._arena)
+                POOL.append(self._arena)
         finally:  # after an error of a device the memory is not used again
             self._arena, self._last, self._devices = None, [], {}
 

@@ -55,7 +55,7 @@ def peak(rank: int, world: int, root: str) -> int:
     options: dict[str, Any] = {"staging_budget_bytes": BUDGET, "durable": False}
     # Once before, so that what is imported and started with the first save does not count.
     shardstore.async_save(halves(rank, 1, *SHAPE), f"{root}/a", strategy, **options).result(60)
-    POOL.give_back(None)
+    POOL.clear()
     state = halves(rank, TENSORS, *SHAPE)
     before = reset_peak()
     shardstore.async_save(state, f"{root}/b", strategy, **options).result(60)

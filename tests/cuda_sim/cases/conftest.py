@@ -4,6 +4,7 @@ can be used, and the current device and streams that it found."""
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +24,7 @@ def nothing_is_left(
 ) -> Iterator[None]:
     before = simulation.faults()
     assert torch.cuda.device_count() == 2
-    monkeypatch.setattr(staging, "POOL", staging.HostPool())
+    monkeypatch.setattr(staging, "POOL", deque(maxlen=1))
     yield
     simulation.delay(0)
     assert torch.cuda.current_device() == 0

@@ -7,6 +7,7 @@ import gc
 import logging
 import resource
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,10 +112,10 @@ def test_memory_of_an_aborted_copy_is_given_back_when_it_is_complete(
     """Else the copy would overwrite the next save's."""
     queued: list[int] = []
 
-    class Pool(module.HostPool):
-        def give_back(self, arena: module.Arena) -> None:
+    class Pool(deque[module.Arena]):
+        def append(self, arena: module.Arena) -> None:
             queued.append(simulation.queued_copies())
-            super().give_back(arena)
+            super().append(arena)
 
     monkeypatch.setattr(module, "POOL", Pool())
     staging = queued_copy()
@@ -134,7 +135,7 @@ def test_an_aborted_queue_leaves_nothing_registered(training: Training, persiste
         if thread.name == "shardstore-save":
             thread.join()
     gc.collect()
-    assert simulation.registered() == int(module.POOL._free is not None)
+    assert simulation.registered() == len(module.POOL)
     training.require_right()
 
 
@@ -204,10 +205,9 @@ def test_refused_unlocking_is_a_warning(
     training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.require_right()
-    assert module.POOL._free is not None
-    address = module.POOL._free.memory.ctypes.data
+    address = module.POOL[0].memory.ctypes.data
     with simulation.failing("cudaHostUnregister", 999), caplog.at_level(logging.WARNING):
-        module.POOL._free = None
+        module.POOL.clear()
     assert "unlocking page-locked memory failed with CUDA error 999" in caplog.text
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 

@@ -4,7 +4,9 @@ reused, what has no room is written meanwhile, and errors reach who waits for th
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardstore.saving import staging as module
 from shardstore.saving.plan import DevicePart
-from shardstore.saving.staging import HostPool, Staging
+from shardstore.saving.staging import Staging
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Grid
 from shardstore.storage.movers.chunks import ChunkWrite
@@ -50,7 +52,7 @@ def test_strides_and_data_types_keep_their_bits(dtype: type) -> None:
 
 
 def test_memory_is_reused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = HostPool()
+    pool = deque[Any](maxlen=1)
     monkeypatch.setattr(module, "POOL", pool)
     places = set()
     for _ in range(3):
@@ -58,10 +60,11 @@ def test_memory_is_reused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
         places.add(staging.copies()[0].data().ctypes.data)
         staging.close()
     assert len(places) == 1
-    assert pool._free is not None
-    assert len(pool._free.memory) == 4 * 4096
-    pool.take(4096)
-    assert pool._free is None
+    (arena,) = pool
+    assert len(arena.memory) == 4 * 4096
+    staging = Staging(writes_of(1, 4096))
+    assert not pool
+    staging.close()
 
 
 @given(
