@@ -141,7 +141,13 @@ class _Gathered:
             with suppress(Exception):  # the coordinator gets the same error and raises it
                 reports = [pickle.dumps(merge([*map(pickle.loads, reports)]))]
         known: dict[bytes, bytes] = {}  # pickle sends equal reports once if they are one object
-        return pickle.dumps(replace(self, reports=[known.setdefault(r, r) for r in reports]))
+        reports = [known.setdefault(report, report) for report in reports]
+        return pickle.dumps((reports, self.failures, self.broken, self.steps))
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> _Gathered:
+        """Return what :meth:`to_bytes` sent."""
+        return cls(*pickle.loads(message))
 
 
 @dataclass
@@ -375,7 +381,7 @@ class Ranks:
             if isinstance(message, RuntimeError):
                 gathered.add(_Gathered(failures=_no_answer([rank], message), broken=True))
             else:
-                gathered.add(pickle.loads(message.body))
+                gathered.add(_Gathered.from_bytes(message.body))
         gathered.broken |= channel.is_broken
         if above is None or answer is None:
             verdict = _verdict(gathered, what, decide)
