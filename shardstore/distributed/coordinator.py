@@ -32,6 +32,7 @@ from time import monotonic
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import msgspec
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -111,6 +112,25 @@ def _height(rank: int, world_size: int) -> int:
     return 1 + _height(below[0], world_size) if below else 0
 
 
+class _Message(msgspec.Struct, array_like=True):
+    """What a rank sends of its reports and of those sent to it.
+
+    Attributes:
+        reports: the distinct reports, pickled.
+        sent: of each rank the number of its report.
+        failures, broken, steps: see :class:`_Gathered`.
+    """
+
+    reports: list[bytes]
+    sent: list[int]
+    failures: dict[int, str]
+    broken: bool
+    steps: dict[str, str]
+
+
+_decode = msgspec.msgpack.Decoder(_Message).decode
+
+
 @dataclass
 class _Gathered:
     """The reports and failures of a rank and of the ranks that report to it.
@@ -135,19 +155,23 @@ class _Gathered:
         self.steps = other.steps | self.steps
 
     def to_bytes(self, merge: Merge | None) -> bytes:
-        """Return the message for the next rank, pickled. After a failure it has no reports."""
+        """Return the message for the next rank: each distinct report once, and which of them each
+        rank sent. After a failure it has no reports."""
         reports = [] if self.failures else self.reports
         if merge is not None and len(reports) > 1:
             with suppress(Exception):  # the coordinator gets the same error and raises it
                 reports = [pickle.dumps(merge([*map(pickle.loads, reports)]))]
-        known: dict[bytes, bytes] = {}  # pickle sends equal reports once if they are one object
-        reports = [known.setdefault(report, report) for report in reports]
-        return pickle.dumps((reports, self.failures, self.broken, self.steps))
+        numbers: dict[bytes, int] = {}
+        sent = [numbers.setdefault(report, len(numbers)) for report in reports]
+        message = _Message(list(numbers), sent, self.failures, self.broken, self.steps)
+        return msgspec.msgpack.encode(message)
 
     @classmethod
     def from_bytes(cls, message: bytes) -> _Gathered:
         """Return what :meth:`to_bytes` sent."""
-        return cls(*pickle.loads(message))
+        found = _decode(message)
+        reports = [found.reports[number] for number in found.sent]
+        return cls(reports, found.failures, found.broken, found.steps)
 
 
 @dataclass
