@@ -26,8 +26,6 @@ BoxReader: TypeAlias = Callable[[Box], torch.Tensor]
 
 ROUND_BYTES = 64 * 1024 * 1024
 """Bytes of memory for the blocks that a rank puts together at a time, and for their exchange."""
-MARGIN = 16
-"""Room in a buffer for the element that a block begins or ends in, at least its size in bytes."""
 
 
 def source_of(data: LocalData, held: Box) -> BoxReader:
@@ -142,16 +140,19 @@ class BlockWriter:
 
     def _of_one(self, block: Block) -> NDArray[np.uint8]:
         """Return the bytes of a block that this rank alone holds: its memory, if contiguous."""
-        if len(block.pieces) == 1:
-            (piece,) = block.pieces
-            if piece.start == 0 and piece.box == piece.whole:
-                data = self._fetched(piece)
-                if len(data) == block.size:
-                    return data
-        buffer = _Buffer(self, block)
+        if len(block.pieces) == 1 and block.pieces[0].nbytes == block.size:
+            return self._fetched(block.pieces[0])
+        buffer = self._buffer(block)
         for piece in block.pieces:
-            buffer.put(piece, self._fetched(piece))
-        return buffer.data
+            _put(piece, self._fetched(piece), buffer)
+        return buffer
+
+    def _buffer(self, block: Block) -> NDArray[np.uint8]:
+        """Return memory for the bytes of a block, with its part of the header."""
+        buffer = np.empty(block.size, np.uint8)
+        head = self.layout.heads[block.name][block.start : block.stop]
+        buffer[: len(head)] = np.frombuffer(head, np.uint8)
+        return buffer
 
     def _fetched(self, piece: Piece) -> NDArray[np.uint8]:
         """Return the bytes of a piece of this rank, in C order and the written data type."""
@@ -164,7 +165,7 @@ class BlockWriter:
         All ranks exchange the blocks in the same order, so that no two wait for each other. If a
         piece of this rank cannot be read, zeros are sent, and the error is kept for the commit.
         """
-        buffers = {id(one): _Buffer(self, one) for one in blocks if one.owner == self.ranks.rank}
+        buffers = {id(one): self._buffer(one) for one in blocks if one.owner == self.ranks.rank}
 
         def give(_: Block, piece: Piece) -> NDArray[np.uint8]:
             try:
@@ -174,22 +175,13 @@ class BlockWriter:
                 return np.zeros(piece.nbytes, np.uint8)
 
         def take(block: Block, piece: Piece, data: NDArray[np.uint8]) -> None:
-            buffers[id(block)].put(piece, data)
+            _put(piece, data, buffers[id(block)])
 
         exchange_pieces(self.ranks, blocks, give, take, to_owner=True)
-        return [(one, buffers[id(one)].data) for one in blocks if id(one) in buffers]
+        return [(one, buffers[id(one)]) for one in blocks if id(one) in buffers]
 
 
-class _Buffer:
-    """The bytes of a block, put together of pieces."""
-
-    def __init__(self, writer: BlockWriter, block: Block) -> None:
-        self._memory = np.empty(block.size + 2 * MARGIN, np.uint8)
-        self.data = self._memory[MARGIN : MARGIN + block.size]
-        head = writer.layout.heads[block.name][block.start : block.stop]
-        self.data[: len(head)] = np.frombuffer(head, np.uint8)
-
-    def put(self, piece: Piece, data: NDArray[np.uint8]) -> None:
-        """Copy a piece to its place."""
-        where = piece.within(self._memory, MARGIN)
-        where[...] = data.view(where.dtype).reshape(where.shape)
+def _put(piece: Piece, data: NDArray[np.uint8], buffer: NDArray[np.uint8]) -> None:
+    """Copy a piece to its place in the bytes of its block."""
+    where = piece.within(buffer)
+    where[...] = data.view(where.dtype).reshape(where.shape)

@@ -34,6 +34,7 @@ from shardstore.saving.plan import stored_name
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, Grid, flat_range_boxes
+from shardstore.storage.movers.chunk_bytes import span
 
 BLOCK_BYTES = 16 * 1024 * 1024
 """Largest size of a block on a disk."""
@@ -70,11 +71,11 @@ class Piece(NamedTuple):
         """Number of bytes."""
         return self.box.size * self.itemsize
 
-    def within(self, memory: NDArray[np.uint8], offset: int = 0) -> NDArray[Any]:
-        """Return the piece in the memory of its block, which begins at ``offset``, as a view of
-        unsigned integers: NumPy copies the data types that it lacks element by element."""
-        dtype, start = np.dtype(f"u{self.itemsize}"), offset + self.start
-        whole: NDArray[Any] = np.ndarray(self.whole.shape, dtype, memory, start)
+    def within(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return the piece in the memory of its block, as a view of unsigned integers: NumPy copies
+        the data types that it lacks element by element."""
+        dtype = np.dtype(f"u{self.itemsize}")
+        whole: NDArray[Any] = np.ndarray(self.whole.shape, dtype, memory, self.start)
         where: tuple[Any, ...] = (..., *self.box.relative_to(self.whole.offset).slices)
         part: NDArray[Any] = whole[where]
         return part
@@ -206,8 +207,8 @@ def plan_blocks(
         arrays: the tensors in them.
         holders: see :func:`held_by`.
         ranks: the ranks.
-        part_bytes: size of the parts that files are cut into; ``None``: they are cut where shards
-            end.
+        part_bytes: size of the parts that files are cut into, a multiple of
+            :data:`~shardstore.hf.files.ALIGNMENT`; ``None``: they are cut where shards end.
         in_order: one rank writes each file, from its beginning to its end.
     """
     load = Counter(dict.fromkeys(ranks, 0))
@@ -269,11 +270,8 @@ def _pieces(
         if start >= end:
             return
         low, high = max(start, begin), min(stop, end)
-        at = low - begin
-        size = sweep.itemsize
-        # A part of an upload may end inside of an element.
-        first, last = (low - start) // size, -(-(high - start) // size)
-        at -= (low - start) - first * size
+        at, size = low - begin, sweep.itemsize
+        first, last = (low - start) // size, (high - start) // size
         active = sweep.overlapping(first, last)
         for whole in flat_range_boxes(sweep.meta.shape, first, last):
             for _, _, held, ranks in active:
@@ -316,11 +314,7 @@ class _Sweep:
     def __init__(self, meta: ArrayMeta, holders: Holders) -> None:
         self.meta, self.itemsize = meta, dtypes.itemsize(meta.dtype)
         self.total = math.prod(meta.shape)
-        elements = Grid(meta.shape, (1,) * len(meta.shape))
-        spans = (
-            (elements.linear(box.offset), elements.linear([n - 1 for n in box.end]) + 1, box, held)
-            for box, held in holders.items()
-        )
+        spans = ((*span(box, meta.shape, 1), box, held) for box, held in holders.items())
         self._coming = sorted(spans, key=lambda span: span[0], reverse=True)
         self._active: list[tuple[int, int, Box, list[int]]] = []
 
@@ -348,13 +342,8 @@ def _run_bounds(shape: tuple[int, ...], box: Box, least: int) -> Iterator[int]:
     axis = len(shape)
     while axis and box.shape[axis - 1] == shape[axis - 1]:
         axis -= 1
-    run = math.prod(box.shape[max(0, axis - 1) :])
-    leading = box.shape[: max(0, axis - 1)]
-    if run < least and math.prod(leading) > 1:
-        return
-    elements = Grid(shape, (1,) * len(shape))
-    for index in np.ndindex(*leading):
-        place = [o + i for o, i in zip(box.offset, index, strict=False)]
-        first = elements.linear([*place, *box.offset[len(leading) :]])
-        yield first
-        yield first + run
+    axis = max(0, axis - 1)
+    runs = Grid(box.shape, (1,) * axis + box.shape[axis:])
+    if runs.size == 1 or math.prod(runs.chunk_shape) >= least:
+        for number in range(runs.size):
+            yield from span(moved(runs.box(runs.index_at(number)), box.offset), shape, 1)

@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from shardstore.errors import CheckpointExistsError, StorageError
-from shardstore.hf.files import SINGLE_NAME, FileLayout
+from shardstore.hf.files import ALIGNMENT, SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit.inventory import model_files
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS
@@ -91,7 +91,7 @@ class Place(Protocol):
 
 def part_bytes(size: int, least: int = PART_BYTES) -> int:
     """Return the size of the parts of an upload of ``size`` bytes, at least ``least``."""
-    return max(least, -(-size // MOST_PARTS))
+    return max(least, -(-size // (MOST_PARTS * ALIGNMENT)) * ALIGNMENT)
 
 
 def place_for(target: Location, *, overwrite: bool, durable: bool) -> Place:
