@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +39,22 @@ def source_of(data: LocalData, held: Box) -> BoxReader:
     return part
 
 
+class ExportPlan(NamedTuple):
+    """What all ranks have agreed on.
+
+    Attributes:
+        layout: the files.
+        blocks: what each rank writes.
+        dtypes: name of a tensor -> data type that it is written in.
+        state: what the ranks need to join, see :meth:`Place.begin`.
+    """
+
+    layout: FileLayout
+    blocks: list[Block]
+    dtypes: Mapping[str, torch.dtype]
+    state: str
+
+
 @dataclass
 class BlockWriter:
     """The writing of a model on one rank.
@@ -45,43 +62,45 @@ class BlockWriter:
     Attributes:
         ranks: the ranks.
         place: writes the files.
-        layout: the files.
-        blocks: what each rank writes.
+        plan: what they agreed on.
         sources: name and box of a tensor -> what returns parts of it on this rank.
-        dtypes: name of a tensor -> data type that it is written in.
         failure: an error of this rank.
     """
 
     ranks: Ranks
     place: Place
-    layout: FileLayout
-    blocks: list[Block]
+    plan: ExportPlan
     sources: dict[tuple[str, Box], BoxReader]
-    dtypes: Mapping[str, torch.dtype]
     failure: BaseException | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep an error of the block for :meth:`finish`, unless there was another before."""
+        try:
+            yield
+        except Exception as problem:
+            self.failure = self.failure or problem
 
     @property
     def pieces(self) -> set[tuple[str, Box]]:
         """Name and box of what this rank brings."""
         rank = self.ranks.rank
-        return {(p.key, p.held) for block in self.blocks for p in block.pieces if p.rank == rank}
+        return {
+            (p.key, p.held) for block in self.plan.blocks for p in block.pieces if p.rank == rank
+        }
 
     def stage(self) -> None:
         """Copy what this rank brings to host memory. An error is kept for :meth:`finish`."""
-        try:
+        with self.keeping():
             for (name, box), source in self.sources.items():
-                copied = source(box).to(self.dtypes[name], copy=True)
+                copied = source(box).to(self.plan.dtypes[name], copy=True)
                 self.sources[name, box] = source_of(data_of(copied, name), box)
-        except Exception as problem:
-            self.failure = self.failure or problem
 
     def write(self) -> None:
         """Write this rank's blocks, and send and receive the pieces of shared ones. An error is
         kept for :meth:`finish`."""
-        try:
+        with self.keeping():
             self._write_blocks()
-        except Exception as problem:
-            self.failure = self.failure or problem
 
     def _write_blocks(self) -> None:
         """Write the blocks: first those with pieces of other ranks, because they wait.
@@ -90,7 +109,7 @@ class BlockWriter:
         """
         ranks, rank, ordered = self.ranks, self.ranks.rank, self.place.in_order
         shared, alone = [], []
-        for block in self.blocks:
+        for block in self.plan.blocks:
             holders = {piece.rank for piece in block.pieces}
             if holders | {block.owner} == {rank} and not ordered:
                 alone.append(block)
@@ -101,10 +120,9 @@ class BlockWriter:
         pending: list[Future[None]] = []
         with ThreadPoolExecutor(self.place.threads, "shardstore-io") as pool:
             for batch in in_rounds(shared, self._memory_of, ROUND_BYTES):
-                try:
+                data: list[tuple[Block, NDArray[np.uint8]]] = []
+                with self.keeping():
                     data = self._put_together(batch)
-                except Exception as problem:
-                    self.failure, data = self.failure or problem, []
                 self._wait(pending)
                 pending = [pool.submit(self._write_block, *one) for one in data]
             self._wait(pending)
@@ -150,14 +168,14 @@ class BlockWriter:
     def _buffer(self, block: Block) -> NDArray[np.uint8]:
         """Return memory for the bytes of a block, with its part of the header."""
         buffer = np.empty(block.size, np.uint8)
-        head = self.layout.heads[block.name][block.start : block.stop]
+        head = self.plan.layout.heads[block.name][block.start : block.stop]
         buffer[: len(head)] = np.frombuffer(head, np.uint8)
         return buffer
 
     def _fetched(self, piece: Piece) -> NDArray[np.uint8]:
         """Return the bytes of a piece of this rank, in C order and the written data type."""
         part = self.sources[piece.key, piece.held](piece.box)
-        return as_bytes(dtypes.as_numpy(part.to(self.dtypes[piece.key]).contiguous()))
+        return as_bytes(dtypes.as_numpy(part.to(self.plan.dtypes[piece.key]).contiguous()))
 
     def _put_together(self, blocks: Sequence[Block]) -> list[tuple[Block, NDArray[np.uint8]]]:
         """Exchange the pieces of some blocks, and return those that this rank writes.
@@ -168,11 +186,9 @@ class BlockWriter:
         buffers = {id(one): self._buffer(one) for one in blocks if one.owner == self.ranks.rank}
 
         def give(_: Block, piece: Piece) -> NDArray[np.uint8]:
-            try:
+            with self.keeping():
                 return self._fetched(piece)
-            except Exception as problem:
-                self.failure = self.failure or problem
-                return np.zeros(piece.nbytes, np.uint8)
+            return np.zeros(piece.nbytes, np.uint8)
 
         def take(block: Block, piece: Piece, data: NDArray[np.uint8]) -> None:
             _put(piece, data, buffers[id(block)])

@@ -56,10 +56,12 @@ class Place(Protocol):
     """A place for the files of a model, seen from one rank.
 
     Attributes:
+        target: the place.
         in_order: whether one rank must write each file, from its beginning to its end.
         threads: number of threads of a rank that write.
     """
 
+    target: Location
     in_order: bool
     threads: int
 
@@ -187,7 +189,7 @@ class FolderPlace:
     in_order = False
 
     def __init__(self, target: Location, options: SaveOptions) -> None:
-        self._target, self._options, self.threads = target, options, default_threads()
+        self.target, self._options, self.threads = target, options, default_threads()
         self._attempt: Any = None
         self._written: set[str] = set()
 
@@ -197,20 +199,20 @@ class FolderPlace:
 
     def begin(self, layout: FileLayout) -> str:
         """Begin an attempt, and create the files with their headers and full sizes."""
-        if folder.is_taken(self._target):
-            raise self._target.error(
+        if folder.is_taken(self.target):
+            raise self.target.error(
                 " holds a checkpoint, which a model does not replace; save the model elsewhere",
                 CheckpointExistsError,
             )
         commits = (*COMMITS, *MODEL_COMMITS)
-        self._attempt = folder.begin(self._target, self._options, commits)
+        self._attempt = folder.begin(self.target, self._options, commits)
         FolderFiles(self._attempt.location.url).create(layout)
         return str(self._attempt.id)
 
     def join(self, state: str, layout: FileLayout) -> None:
         """Look for the folder, which another machine may show late."""
         if self._attempt is None:
-            self._attempt = checkpoints.join(self._target, state, self._options)
+            self._attempt = checkpoints.join(self.target, state, self._options)
             self._attempt.require_seen()
 
     def write(self, name: str, start: int, data: memoryview) -> None:
@@ -242,7 +244,7 @@ class StorePlace:
     in_order, threads = True, 1
 
     def __init__(self, target: Location, overwrite: bool) -> None:
-        self._target, self._overwrite = target, overwrite
+        self.target, self._overwrite = target, overwrite
         self._remote = target.remote
         self._files: StreamedFiles | None = None
 
@@ -253,11 +255,11 @@ class StorePlace:
     def begin(self, layout: FileLayout) -> str:
         """Remove the model that is replaced: first what completes it."""
         names = self._remote.listing()
-        old = model_files(self._target, names)
+        old = model_files(self.target, names)
         taken = [name for name in names if name in COMMITS] or old
         if taken and not (self._overwrite and old == taken):
             more = "pass overwrite=True to replace it, or " if old == taken else ""
-            raise self._target.error(
+            raise self.target.error(
                 f" holds {', '.join(taken[:3])} already; {more}save elsewhere",
                 CheckpointExistsError,
             )
@@ -352,7 +354,7 @@ class S3Place(StorePlace):
             self._remote.delete([RECORD_NAME])
         except StorageError as error:
             text = "%s: the model is committed, but its record %s could not be removed: %s"
-            logger.warning(text, self._target.url, RECORD_NAME, error)
+            logger.warning(text, self.target.url, RECORD_NAME, error)
 
     def _complete(self, name: str, size: int, parts: Sequence[tuple[int, str]]) -> None:
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in parts]
@@ -387,11 +389,11 @@ class S3Place(StorePlace):
     def _recorded(self) -> dict[str, str]:
         """Return name -> upload of the export that the record is of; empty without a record."""
         try:
-            text = self._target.read_if_there(RECORD_NAME) or b"{}"
+            text = self.target.read_if_there(RECORD_NAME) or b"{}"
             return msgspec.json.decode(text, type=dict[str, str])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             what = f"/{RECORD_NAME} is no record of uploads ({error}): remove it"
-            raise self._target.error(what) from None
+            raise self.target.error(what) from None
 
     def _call(
         self, method: str, name: str, about: Mapping[str, Any], size: int = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import first_of
 from shardstore.dtensor.adoption import shard
 from shardstore.dtensor.layout import ClaimedTensor
-from shardstore.hf.block_writer import BlockWriter, BoxReader, source_of
-from shardstore.hf.blocks import Block, held_by, plan_blocks
+from shardstore.hf.block_writer import BlockWriter, BoxReader, ExportPlan, source_of
+from shardstore.hf.blocks import held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
 from shardstore.hf.places import Documents, Place, place_for
 from shardstore.inspection import opened
@@ -309,13 +309,13 @@ class Export(BlockWriter):
         Raises:
             CheckpointingException: an error of any rank; nothing is visible then.
         """
-        about = {"tensors": len(self.layout.places), "bytes": sum(self.layout.sizes.values())}
-        documents = list(self.documents)
-        if SINGLE_NAME not in self.layout.heads:
-            documents.append((INDEX_NAME, self.layout.index()))
+        layout, documents = self.plan.layout, list(self.documents)
+        about = {"tensors": len(layout.places), "bytes": sum(layout.sizes.values())}
+        if SINGLE_NAME not in layout.heads:
+            documents.append((INDEX_NAME, layout.index()))
 
         def commit(receipts: list[str]) -> None:
-            self.place.commit(self.layout, receipts, documents)
+            self.place.commit(layout, receipts, documents)
 
         what = f"committing {self.target.url}"
         try:
@@ -365,28 +365,15 @@ def _begin(
         if ranks.is_coordinator and beginning.place is not None:
             beginning.place.abandon()
         raise
-    assert beginning.place is not None
-    plan: _Plan = meeting.answer
-    place, sources = beginning.place, dict[tuple[str, Box], BoxReader]()
-    export = Export(
-        ranks,
-        place,
-        plan.layout,
-        plan.blocks,
-        sources,
-        plan.dtypes,
-        target=arguments.target(),
-        documents=beginning.documents,
-    )
-    try:
+    plan, place = cast(ExportPlan, meeting.answer), cast(Place, beginning.place)
+    export = Export(ranks, place, plan, {}, target=place.target, documents=beginning.documents)
+    with export.keeping():  # raised in the next step of all ranks
         place.join(plan.state, plan.layout)
         wanted = export.pieces
         for name, tensor in tensors:
             for box, source in sources_of(tensor):
                 if (name, box) in wanted:
-                    sources[name, box] = source
-    except Exception as problem:  # raised in the next step of all ranks
-        export.failure = problem
+                    export.sources[name, box] = source
     return export
 
 
@@ -404,22 +391,6 @@ class _HeldShards(NamedTuple):
     shards: ShardReport
     ties: dict[str, str]
     samples: dict[str, bytes]
-
-
-class _Plan(NamedTuple):
-    """The answer to all ranks.
-
-    Attributes:
-        layout: the files.
-        blocks: what each rank writes.
-        dtypes: name of a tensor -> data type that it is written in.
-        state: what the ranks need to join, see :meth:`Place.begin`.
-    """
-
-    layout: FileLayout
-    blocks: list[Block]
-    dtypes: dict[str, torch.dtype]
-    state: str
 
 
 @dataclass
@@ -464,10 +435,10 @@ class _Beginning:
         sampled = samples(tensors) if self.ranks.world_size > 1 else {}
         return _HeldShards(same, report_shards(shards), tied(tensors), sampled)
 
-    def decide(self, described: list[_HeldShards]) -> _Plan:
+    def decide(self, described: list[_HeldShards]) -> ExportPlan:
         """Plan and begin the export. The coordinator calls it."""
-        members, target, place = self.ranks.members, self.arguments.target(), self.place
-        assert place is not None
+        members, place = self.ranks.members, cast(Place, self.place)
+        target = place.target
         _require_same([one.same for one in described], self.ranks)
         ties = united(one.ties for one in described)
         arrays, holders = held_by([one.shards for one in described], members)
@@ -481,7 +452,7 @@ class _Beginning:
         parts = place.part_bytes(layout)
         blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
         written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        return _Plan(layout, blocks, written, place.begin(layout))
+        return ExportPlan(layout, blocks, written, place.begin(layout))
 
 
 def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:

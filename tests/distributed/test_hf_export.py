@@ -594,6 +594,7 @@ def _check(block: blocks.Block, layout: FileLayout, arrays: Any, holders: Any) -
     for piece in block.pieces:
         size = {"float32": 4, "uint8": 1, "bfloat16": 2}[arrays[piece.key].dtype]
         assert piece.rank in holders[piece.key][piece.held]
+        assert piece.start >= 0
         assert piece.held.intersect(piece.box) == piece.whole.intersect(piece.box) == piece.box
         inner = piece.box.relative_to(piece.whole.offset)
         mask = torch.zeros(piece.whole.shape, dtype=torch.bool)
