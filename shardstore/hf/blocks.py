@@ -28,8 +28,8 @@ from shardstore.coverage import (
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import AccessPatternError
 from shardstore.hf.files import FileLayout
-from shardstore.loading.plan import moved
-from shardstore.mapping import ShardedTensor, flat_bounds, local_box
+from shardstore.loading.plan import held_boxes, moved
+from shardstore.mapping import ShardedTensor, local_box
 from shardstore.saving.plan import stored_name
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
@@ -137,15 +137,6 @@ def exchange_pieces(
         take(*arrived)
 
 
-def boxes_of(tensor: ShardedTensor) -> list[Box]:
-    """Return the boxes of the global tensor that a shard consists of, in the order of its data."""
-    box = local_box(tensor)
-    if tensor.flattened_range is None:
-        return [box] if box.size else []
-    parts = flat_range_boxes(box.shape, *flat_bounds(tensor))
-    return [moved(part, box.offset) for part in parts]
-
-
 def held_by(
     reports: Sequence[ShardReport], ranks: Sequence[int]
 ) -> tuple[list[ArrayMeta], dict[str, Holders]]:
@@ -172,8 +163,8 @@ def held_by(
         for rank, tensor in held:
             assert isinstance(tensor, ShardedTensor)
             require_inside(tensor, local_box(tensor), rank)
-            for box in boxes_of(tensor):
-                if rank not in boxes[box]:
+            for box in held_boxes(tensor):
+                if box.size and rank not in boxes[box]:
                     boxes[box].append(rank)
         cut = first.global_shape, *boxes
         if cut not in whole and (fault := find_tiling_fault(list(boxes), first.global_shape)):

@@ -318,10 +318,18 @@ def held_regions(tensor: ShardedTensor, box: Box, memory: Any) -> Iterator[tuple
         yield box, memory[(*prepended, ...)] if prepended else memory
         return
     position = 0
-    for part in flat_range_boxes(box.shape, *flat_bounds(tensor)):
-        where = memory[position : position + part.size].reshape(part.shape)
-        yield moved(part, box.offset), where
+    for part in held_boxes(tensor):
+        yield part, memory[position : position + part.size].reshape(part.shape)
         position += part.size
+
+
+def held_boxes(tensor: ShardedTensor) -> list[Box]:
+    """Return the boxes of the global tensor that a shard consists of, in the order of its data."""
+    box = local_box(tensor)
+    if tensor.flattened_range is None:
+        return [box]
+    parts = flat_range_boxes(box.shape, *flat_bounds(tensor))
+    return [moved(part, box.offset) for part in parts]
 
 
 def moved(part: Box, origin: tuple[int, ...]) -> Box:
