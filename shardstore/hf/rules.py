@@ -265,11 +265,10 @@ class Sources:
             raise errors.MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
         array = self.arrays[key]
         scales = [self.arrays[key + end] for end in SCALE_SUFFIXES if key + end in self.arrays]
-        if not array.dtype.startswith("float8") or dtype.startswith("float8"):
-            return _stored(array)
-        if not scales or self.block_shape is None:
-            return _stored(array)
-        return _quantised(array, scales[0], self.block_shape, dtype)
+        is_cast = array.dtype.startswith("float8") and not dtype.startswith("float8")
+        if is_cast and scales and self.block_shape is not None:
+            return _quantised(array, scales[0], self.block_shape, dtype)
+        return _stored(array)
 
 
 @lru_cache(maxsize=1024)
@@ -313,18 +312,18 @@ def _joined(axis: int, runs: Sequence[tuple[SourceTensor, int, int]]) -> SourceT
                 key=min(keys),
             )
 
+    shape = _with(one.shape, axis, sum(length for _, _, length in runs))
+    origin = (0,) * len(shape)
+
     def regions(box: Box, out: Any) -> Regions:
-        start, stop, position = box.offset[axis], box.end[axis], 0
+        position = 0
         for source, first, length in runs:
-            low, high = max(start, position), min(stop, position + length)
-            if low < high:
-                offset = _with(box.offset, axis, first + low - position)
-                inner = Box(offset, _with(box.shape, axis, high - low))
-                held = Box(_with((0,) * len(offset), axis, low - start), inner.shape)
-                yield from source.regions(inner, out[(..., *held.slices)])
+            run = Box(_with(origin, axis, position), _with(shape, axis, length))
+            if part := box.intersect(run):
+                inner = part.relative_to(_with(origin, axis, position - first))
+                yield from source.regions(inner, out[(..., *part.relative_to(box.offset).slices)])
             position += length
 
-    shape = _with(one.shape, axis, sum(length for _, _, length in runs))
     return SourceTensor(shape, one.dtype, keys, regions)
 
 
