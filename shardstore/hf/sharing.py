@@ -11,7 +11,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,7 +27,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes, slabs, span
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.ranges import GAP_BYTES, REQUEST_BYTES, REQUESTS
-from shardstore.storage.runtime.parallel import in_rounds, local_ranks, run_batched
+from shardstore.storage.runtime.parallel import in_rounds, local_ranks
 
 MOST_EXCESS = 1.05
 """Regions for which a rank alone would read more than this multiple of their bytes are shared."""
@@ -36,6 +36,8 @@ ROUND_BYTES = 4 * REQUEST_BYTES
 
 Wanted: TypeAlias = dict[str, Holders]
 """Name of a stored tensor -> box -> the ranks of a host that want it."""
+Coming: TypeAlias = Mapping[int, "Future[NDArray[np.uint8]]"]
+"""``id`` of a block that this rank reads -> its bytes."""
 ReadRange: TypeAlias = Callable[[str, int, int], bytes]
 """Reads bytes of a file: its name, the first byte, and one past the last one."""
 
@@ -53,15 +55,11 @@ class Hosts(NamedTuple):
 
     def of(self, rank: int) -> Wanted:
         """Return what the ranks of a rank's host want."""
-        host = rank // self.size
-        return _renumbered(self.wanted.get(host, {}), host * self.size)
-
-
-def _renumbered(wanted: Wanted, by: int) -> Wanted:
-    return {
-        name: {box: [rank + by for rank in ranks] for box, ranks in boxes.items()}
-        for name, boxes in wanted.items()
-    }
+        host, first = rank // self.size, rank // self.size * self.size
+        return {
+            name: {box: [first + number for number in numbers] for box, numbers in boxes.items()}
+            for name, boxes in self.wanted.get(host, {}).items()
+        }
 
 
 def is_scattered(region: RegionRead) -> bool:
@@ -87,16 +85,15 @@ def wanted_by(reports: Mapping[int, Iterable[tuple[str, Box]]]) -> Hosts:
     for rank, regions in reports.items():
         for name, box in regions:
             boxes = hosts.setdefault(rank // size, {}).setdefault(name, {})
-            if rank not in (ranks := boxes.setdefault(box, [])):
-                ranks.append(rank)
+            if rank % size not in (numbers := boxes.setdefault(box, [])):
+                numbers.append(rank % size)
     known: dict[bytes, Wanted] = {}
     for host, wanted in hosts.items():
         several = {
             name: boxes
             for name, boxes in wanted.items()
-            if len({rank for ranks in boxes.values() for rank in ranks}) > 1
+            if len({number for numbers in boxes.values() for number in numbers}) > 1
         }
-        several = _renumbered(several, -host * size)
         hosts[host] = known.setdefault(pickle.dumps(several), several)
     return Hosts(size, hosts)
 
@@ -169,29 +166,24 @@ def read_shared(
     ranks.connect({other for pair in pairs if rank in pair for other in pair} - {rank})
     failures: list[Exception] = []
 
-    def fetch(some: Sequence[Block]) -> dict[int, NDArray[np.uint8]]:
-        found: dict[int, NDArray[np.uint8]] = {}
-
-        def work(batch: Sequence[Block]) -> None:
-            for block in batch:
-                try:
-                    data = np.frombuffer(read(block.name, block.start, block.stop), np.uint8)
-                except Exception as problem:  # the other ranks wait for their pieces
-                    failures.append(problem)
-                    data = np.zeros(block.size, np.uint8)
-                found[id(block)] = data
-
-        run_batched([one for one in some if one.owner == rank], work, threads=REQUESTS)
-        return found
+    def fetch(block: Block) -> NDArray[np.uint8]:
+        try:
+            return np.frombuffer(read(block.name, block.start, block.stop), np.uint8)
+        except Exception as problem:  # the other ranks wait for their pieces
+            failures.append(problem)
+            return np.zeros(block.size, np.uint8)
 
     most = ROUND_BYTES * len({block.owner for block in blocks})
     rounds = list(in_rounds(blocks, lambda block: block.size, most))
-    with ThreadPoolExecutor(1, thread_name_prefix="shardstore-host") as reader:
-        coming = reader.submit(fetch, rounds[0])
+    with ThreadPoolExecutor(REQUESTS, thread_name_prefix="shardstore-host") as readers:
+
+        def begin(some: Sequence[Block]) -> Coming:
+            return {id(one): readers.submit(fetch, one) for one in some if one.owner == rank}
+
+        following = begin(rounds[0])
         for number, some in enumerate(rounds, 1):
-            data = coming.result()
-            coming = reader.submit(fetch, rounds[number] if number < len(rounds) else [])
-            _send(ranks, some, data, wanted, done)
+            coming, following = following, begin(rounds[number] if number < len(rounds) else ())
+            _send(ranks, some, coming, wanted, done)
     if failures:
         raise failures[0]
 
@@ -199,7 +191,7 @@ def read_shared(
 def _send(
     ranks: Ranks,
     blocks: Sequence[Block],
-    data: Mapping[int, NDArray[np.uint8]],
+    coming: Coming,
     wanted: Mapping[tuple[str, Box], Sequence[RegionRead]],
     done: ReadDone,
 ) -> None:
@@ -216,6 +208,6 @@ def _send(
             done(out.nbytes, 0)
 
     def give(block: Block, piece: Piece) -> NDArray[np.uint8]:
-        return as_bytes(piece.within(data[id(block)]).copy())
+        return as_bytes(piece.within(coming[id(block)].result()).copy())
 
     exchange_pieces(ranks, blocks, give, take, to_owner=False)
