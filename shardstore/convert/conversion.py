@@ -177,18 +177,17 @@ def convert(
     return Conversion(found, wanted, count, total, resumed, verify)
 
 
+@dataclass
 class _Stages:
     """The stages of a conversion: write every chunk, compare them with the source, publish.
 
-    Args:
+    Attributes:
         place: location of the source.
         output: location of the target.
         source: the source.
         target: the target.
         batch_bytes: bytes of the chunks that are in memory together.
         progress: see :func:`convert`.
-
-    Attributes:
         arrays: the arrays of the target.
         total: bytes of their chunks.
 
@@ -196,26 +195,24 @@ class _Stages:
         DamagedCheckpointError: the source describes too many chunks.
     """
 
-    def __init__(
-        self,
-        place: Location,
-        output: Location,
-        source: AnySource,
-        target: AnyTarget,
-        batch_bytes: int,
-        progress: ProgressArgument,
-    ) -> None:
-        self._place, self._output, self._source, self._target = place, output, source, target
-        self._batch_bytes, self._progress = batch_bytes, progress
+    place: Location
+    output: Location
+    source: AnySource
+    target: AnyTarget
+    batch_bytes: int
+    progress: ProgressArgument
+
+    def __post_init__(self) -> None:
+        source, target = self.source, self.target
         self._sources = {target.key_of(key): meta for key, meta in source.arrays.items()}
         self.arrays = [
-            target.array(replace(meta, key=key), source.boxes(meta.key), batch_bytes)
+            target.array(replace(meta, key=key), source.boxes(meta.key), self.batch_bytes)
             for key, meta in sorted(
                 self._sources.items(), key=lambda item: (by_alignment(item[1]), item[0])
             )
         ]
         if (count := sum(array.grid.size for array in self.arrays)) > MOST_CHUNKS:
-            raise place.error(
+            raise self.place.error(
                 f" describes arrays of {count} chunks, more than the {MOST_CHUNKS} that a "
                 "conversion takes: its documents are damaged, or its chunks are much too small",
                 DamagedCheckpointError,
@@ -236,24 +233,24 @@ class _Stages:
         Returns:
             Bytes that an earlier run wrote.
         """
-        target, rest = self._target, self._source.rest()
-        target.prepare(self.arrays, rest)
+        target = self.target
+        target.prepare(self.arrays, self.source.rest())
         try:
             state, known = journal.open()
             if not resume or known is None or not target.resume(state):
                 journal.start(target.start(state))
                 known = {}
-            receipts = target.begin(self.arrays, rest, known)
+            receipts = target.begin(known)
             left = [one for one in self._chunks if (one[0].key, one[1]) not in receipts]
             self._each("convert", left, partial(self._write, journal, receipts))
             read_copy = target.finish(receipts)
             if verify_as is not None:
                 self._each("verify", self._chunks, partial(self._compare, read_copy))
                 # Open the source anew, because the first object may have cached what it read.
-                anew = open_source(self._place, verify_as)
+                anew = open_source(self.place, verify_as)
                 for what, expected, stored in target.documents(anew.rest()):
                     if expected != stored:
-                        raise _differs(f"the content of {what!r}", self._place, self._output)
+                        raise _differs(f"the content of {what!r}", self.place, self.output)
             target.publish()
         except BaseException:
             target.stop()
@@ -265,17 +262,17 @@ class _Stages:
         self, operation: Operation, left: Sequence[_Chunk], work: Callable[[list[ChunkWrite]], None]
     ) -> None:
         """Read chunks from the source, batch by batch, and do the work of a stage with them."""
-        with metered(operation, self._output.url, self._progress) as meter:
+        with metered(operation, self.output.url, self.progress) as meter:
             meter.tell("move", bytes_total=self.total, chunks_total=len(left))
             meter.count(self.total - sum(map(_chunk_bytes, left)), 0)
-            for batch in in_rounds(left, _chunk_bytes, self._batch_bytes):
-                work(_read(batch, self._source.read, self._sources))
+            for batch in in_rounds(left, _chunk_bytes, self.batch_bytes):
+                work(_read(batch, self.source.read, self._sources))
                 meter.count(sum(map(_chunk_bytes, batch)), len(batch))
 
     def _write(self, journal: _Journal, receipts: Receipts, batch: list[ChunkWrite]) -> None:
         """Write a batch to the target, and its receipts to the journal."""
         places = [(chunk.array.key, chunk.index) for chunk in batch]
-        written = dict(zip(places, self._target.write(batch), strict=True))
+        written = dict(zip(places, self.target.write(batch), strict=True))
         journal.add([(*place, receipt) for place, receipt in written.items()])
         receipts.update(written)
 
@@ -286,7 +283,7 @@ class _Stages:
             if not _equal(as_bytes(chunk.data()), as_bytes(copy.data())):
                 what = f"chunk {chunk.index} of key {chunk.array.key!r}"
                 about = {"key": chunk.array.key, "chunk": chunk.index}
-                raise _differs(what, self._place, self._output, **about)
+                raise _differs(what, self.place, self.output, **about)
 
 
 def detect(place: Location) -> str:

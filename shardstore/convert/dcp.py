@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from shardstore.convert.formats import Arrays, FileTarget, NonTensors, Read, Receipts, values_of
+from shardstore.convert.formats import FileTarget, NonTensors, Read, Receipts, values_of
 from shardstore.core import DCP_BACKEND, CheckpointingConfig
 from shardstore.dcp.files import DcpFiles, append, tensor_metadata
 from shardstore.errors import KeyNameError
@@ -77,9 +77,8 @@ class DcpTarget(FileTarget):
         ours = rf"__0_\d+\.distcp|{re.escape(METADATA_NAME)}|{re.escape(COMMON_STATE_NAME)}"
         super().__init__(work, output, self._last, ours)
 
-    def begin(self, arrays: Arrays, rest: NonTensors, known: Receipts) -> Receipts:
+    def begin(self, known: Receipts) -> Receipts:
         """Write nothing. Choose file names that an earlier run has not used."""
-        self._arrays, self._rest = arrays, rest
         self._next = 1 + max((number for number, _, _ in known.values()), default=-1)
         return known
 
@@ -98,17 +97,17 @@ class DcpTarget(FileTarget):
 
     def finish(self, receipts: Receipts) -> Read:
         """Write the values that are not tensors, and make the metadata."""
-        values = list(self._values(self._rest))
+        values = list(self._values(self.rest))
         about: dict[str, Any] = {}
         paths: dict[str, Any] = {}
         stored: dict[MetadataIndex, Any] = {}
-        for meta in self._arrays:
+        for meta in self.arrays:
             key, boxes = meta.key, []
             for index in map(meta.grid.index_at, range(meta.grid.size)):
                 boxes.append(meta.grid.box(index))
                 stored[MetadataIndex(key, boxes[-1].offset)] = receipts[key, index]
             about[key] = tensor_metadata(dtypes.torch_dtype(meta.dtype), meta.shape, boxes)
-            paths[key] = self._paths.get(key) or self._rest.record.paths.get(key, (key,))
+            paths[key] = self._paths.get(key) or self.rest.record.paths.get(key, (key,))
         # A value may be a BytesIO itself, whose content append() would take for a saved value.
         places = self._put([io.BytesIO(dump_bytes(value)) for _, _, value in values])
         for (key, path, _), place in zip(values, places, strict=True):
@@ -125,7 +124,7 @@ class DcpTarget(FileTarget):
     def _values(self, rest: NonTensors) -> Iterator[tuple[str, tuple[str | int, ...], Any]]:
         """Yield key, path and value of each value that is not an array, as DCP saves the state."""
         flat, self._paths = flatten_state_dict(rest.common_values())
-        arrays = {meta.key for meta in self._arrays}
+        arrays = {meta.key for meta in self.arrays}
         for key, value in flat.items():
             if not (key in arrays and isinstance(value, torch.Tensor)):
                 yield key, self._paths[key], value
@@ -164,7 +163,7 @@ class MegatronTarget(DcpTarget):
 
     def finish(self, receipts: Receipts) -> Read:
         """Write the objects and the common part, and make the metadata."""
-        self._at.write(COMMON_STATE_NAME, self._common(self._rest))
+        self._at.write(COMMON_STATE_NAME, self._common(self.rest))
         return super().finish(receipts)
 
     def _common(self, rest: NonTensors) -> bytes:

@@ -9,13 +9,15 @@ A conversion calls the methods of a target in this order:
 
 - ``key_of(key)`` and ``array(meta, boxes, most_bytes)`` return a tensor's key and its grid in the
   target, with chunks of about ``most_bytes`` bytes.
+- ``prepare(arrays, rest)`` takes what the checkpoint will hold. It checks, before anything is
+  written, that the format takes it.
 - ``resume(state)`` returns whether this run can continue an earlier one, which had this state. If
   not, ``start(left)`` removes the files of the earlier run (``left`` is its state, or ``None``) and
   returns the state of this run, as JSON other than ``None``.
-- ``begin(arrays, rest, known)`` prepares the target for the first chunk; files of an earlier run
-  stay. ``known`` has the receipts of the chunks that the earlier run wrote. A chunk is written
-  before its receipt, and the comparison at the end finds a damaged chunk. It returns the receipts
-  of the chunks that are not written again.
+- ``begin(known)`` prepares the target for the first chunk; files of an earlier run stay. ``known``
+  has the receipts of the chunks that the earlier run wrote. A chunk is written before its receipt,
+  and the comparison at the end finds a damaged chunk. It returns the receipts of the chunks that
+  are not written again.
 - ``write(chunks)`` writes chunks and returns their receipts, in the same order.
 - ``finish(receipts)`` completes the files, and returns a function that reads regions of them.
 - ``documents(rest)`` yields name, expected content and stored content of the files other than
@@ -99,14 +101,23 @@ class NonTensors:
 
 
 class Target:
-    """A checkpoint under construction, written chunk by chunk so that a later run can resume it."""
+    """A checkpoint under construction, written chunk by chunk so that a later run can resume it.
+
+    Attributes:
+        arrays: its arrays.
+        rest: what it holds besides them.
+    """
+
+    arrays: Arrays
+    rest: NonTensors
 
     def key_of(self, key: str) -> str:
         """Return the key of a tensor in the target."""
         return key
 
     def prepare(self, arrays: Arrays, rest: NonTensors) -> None:
-        """Check, before anything is written, that the format takes the content of the source."""
+        """Take the content of the checkpoint."""
+        self.arrays, self.rest = arrays, rest
 
     def stop(self) -> None:
         """Release resources after an error. Written files stay for the next run."""
@@ -338,12 +349,11 @@ class ShardstoreTarget(Target):
         shards = None if straddled else edges
         return ArrayMeta(meta.key, node_name(meta.key), grid, meta.dtype, shard_shape=shards)
 
-    def begin(self, arrays: Arrays, rest: NonTensors, known: Receipts) -> Receipts:
+    def begin(self, known: Receipts) -> Receipts:
         """Write the common part and the sharded objects."""
-        self._rest, self._arrays = rest, {meta.key: meta for meta in arrays}
         files = Files(self._attempt, self._manifest, self._options.budget_bytes)
-        files.add_arrays((meta, True) for meta in arrays)
-        for name, data in self._files(rest):
+        files.add_arrays((meta, True) for meta in self.arrays)
+        for name, data in self._files(self.rest):
             files.put(name, data)
         self._attempt.put_all(files.taken())
         return known
@@ -374,9 +384,9 @@ class ShardstoreTarget(Target):
 
     def finish(self, receipts: Receipts) -> Read:
         """Add the chunks to the manifest."""
+        arrays = {meta.key: meta for meta in self.arrays}
         for (key, index), receipt in receipts.items():
-            record = msgspec.convert(receipt, ChunkRecord)
-            self._manifest.add_chunk(self._arrays[key], index, record)
+            self._manifest.add_chunk(arrays[key], index, msgspec.convert(receipt, ChunkRecord))
         return Mover.of(self._attempt.location, self._options).read
 
     def documents(self, rest: NonTensors) -> Iterator[tuple[str, bytes, bytes]]:
@@ -384,12 +394,12 @@ class ShardstoreTarget(Target):
         record, which the commit writes."""
         for name, data in self._files(rest):
             yield name, data, self._attempt.location.read_range(name) or b""
-        wanted, own = (json.dumps(_record(one)).encode() for one in (rest, self._rest))
+        wanted, own = (json.dumps(_record(one)).encode() for one in (rest, self.rest))
         yield "zarr.json", wanted, own
 
     def publish(self) -> None:
         """Write the root document and commit."""
-        rest = self._rest
+        rest = self.rest
         record: dict[str, Any] = {"converted_from": self._source}
         backend = ("torch", 1)
         if rest.common is None:

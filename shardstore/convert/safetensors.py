@@ -18,8 +18,8 @@ from shardstore.hf.places import FolderFiles, StreamedFiles
 from shardstore.inspection.opened import plain_tensors
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
-from shardstore.storage.format.grid import Box, Grid
-from shardstore.storage.movers.chunk_bytes import as_bytes
+from shardstore.storage.format.grid import Box
+from shardstore.storage.movers.chunk_bytes import as_bytes, span
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.movers.ranges import read_bytes
 from shardstore.storage.stores.location import Location
@@ -128,7 +128,7 @@ class SafetensorsTarget(FileTarget):
             DTypeMismatchError: the format lacks the data type of a tensor.
             ArgumentError: a header is too large.
         """
-        self._arrays = arrays
+        super().prepare(arrays, rest)
         self._layout = self._lay_out(rest)
 
     def _lay_out(self, rest: NonTensors, level: int = logging.WARNING) -> FileLayout:
@@ -137,7 +137,7 @@ class SafetensorsTarget(FileTarget):
         about = {name: text for name, text in pairs if isinstance(text, str)}
         about[STATE_METADATA] = json.dumps(record.to_json())
         try:
-            return FileLayout.of(self._arrays, self._file_bytes, about, self._single)
+            return FileLayout.of(self.arrays, self._file_bytes, about, self._single)
         except ArgumentError as error:
             lengths = {key: len(json.dumps(value)) for key, value in record.values.items()}
             key = max(lengths, key=lengths.__getitem__, default="")
@@ -147,7 +147,7 @@ class SafetensorsTarget(FileTarget):
                 key=key,
             ) from None
 
-    def begin(self, arrays: Arrays, rest: NonTensors, known: Receipts) -> Receipts:
+    def begin(self, known: Receipts) -> Receipts:
         """Write the headers, and find the files that are complete."""
         if self._at.is_local:
             self._files = FolderFiles(self._at.url)
@@ -163,9 +163,9 @@ class SafetensorsTarget(FileTarget):
         for chunk in chunks:
             name, start = self._layout.places[chunk.array.key]
             values = chunk.data()
-            corner = chunk.array.grid.box(chunk.index).offset
-            first = Grid(chunk.array.shape, (1,) * values.ndim).linear(corner)
-            self._write(name, start + first * values.itemsize, as_bytes(values).data)
+            box = chunk.array.grid.box(chunk.index)
+            first, _ = span(box, chunk.array.shape, values.itemsize)
+            self._write(name, start + first, as_bytes(values).data)
         return [None] * len(chunks)
 
     def _write(self, name: str, start: int, data: memoryview) -> None:
