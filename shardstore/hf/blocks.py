@@ -285,10 +285,8 @@ def _owned(
     for piece, ranks in pieces:
         for rank in ranks:
             held[rank] += piece.box.size
-    most = max(held.values(), default=0)
     if owner is None:
-        ranks = [rank for rank in held if held[rank] == most] or list(load)
-        owner = min(ranks, key=lambda rank: (load[rank], rank))
+        owner = min(held or load, key=lambda rank: (-held[rank], load[rank], rank))
     found = [
         piece._replace(
             rank=owner if owner in ranks else min(ranks, key=lambda rank: (-held[rank], rank))

@@ -7,7 +7,7 @@ error of any rank is raised on every rank at the end of each step, before a tens
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -341,18 +341,18 @@ class _Call(LoadRequest):
         meter: Meter,
     ) -> mapping.StateDict:
         """Read the planned regions, and put the tensors into the state dict."""
-        arrays, plan, wanted = dict(files.arrays), planned.reads, planned.wanted
+        plan, wanted = planned.reads, planned.wanted
         shared = _take_out(plan, {(p.key, p.held) for block in blocks for p in block.pieces})
         if group is not None:
-            _fit_grids(arrays, plan, group)
+            _fit_grids(files.arrays, plan, group)
         context = LoadContext(
-            stored=cast(Any, _StoredFiles(files.location, arrays, files.read)),
+            stored=cast(Any, files),  # has what the reader of a load asks a checkpoint for
             cast=self.cast,
             budget_bytes=self.exchange_budget_bytes,
             group=group,
             meter=meter,
         )
-        has_scales = self.dequantize and any(key.endswith(SCALE_SUFFIXES) for key in arrays)
+        has_scales = self.dequantize and any(key.endswith(SCALE_SUFFIXES) for key in files.arrays)
         try:
             read_chunks(context, _part(plan, scaled=False) if has_scales else plan)
         finally:  # the other ranks wait for pieces
@@ -370,14 +370,6 @@ class _Asked(NamedTuple):
 
     location: Location
     group: ReadGroup | None
-
-
-class _StoredFiles(NamedTuple):
-    """The files, as the reader of a load sees a checkpoint."""
-
-    location: Location
-    arrays: Mapping[str, Any]
-    read: Callable[..., None]
 
 
 class _Planned(NamedTuple):

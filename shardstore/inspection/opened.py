@@ -148,7 +148,8 @@ def _single(location: Location, name: str) -> OpenCheckpoint:
     """Open a single array of another program; its key is the name of its folder."""
     text = location.read(name)
     if name == "zarr.json" and not is_foreign_node(text):
-        raise no_checkpoint(location)
+        what = f" is not a checkpoint: {instead(location)}"
+        raise location.error(what, errors.NotACheckpointError)
     node = location.name
     parse = documents.parse_array if name == "zarr.json" else documents.parse_v2_array
     array = parse(node, text, f"{location.url}/{name}")
@@ -679,11 +680,6 @@ def missing(key: str, known: Iterable[str], what: str) -> errors.MissingKeyError
     near = near or [name for name in names if str(key).lower() in name.lower()][:3]
     hint = f"did you mean {', '.join(map(clean, near))}?" if near else "`shardstore ls` lists all"
     return errors.MissingKeyError(f"{key!r} is not {what}; {hint}", key=key)
-
-
-def no_checkpoint(location: Location) -> errors.CheckpointingException:
-    """Return the error for a place that is not a checkpoint, such as an array of one."""
-    return location.error(f" is not a checkpoint: {instead(location)}", errors.NotACheckpointError)
 
 
 def matcher(patterns: Sequence[str] | None) -> Callable[[str], bool]:
