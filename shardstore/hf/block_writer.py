@@ -52,7 +52,7 @@ class ExportPlan(NamedTuple):
     layout: FileLayout
     blocks: list[Block]
     dtypes: Mapping[str, torch.dtype]
-    state: str
+    state: object
 
 
 @dataclass

@@ -7,7 +7,7 @@ error of any rank is raised on every rank at the end of each step, before a tens
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -225,7 +225,7 @@ class _Call(LoadRequest):
 
     def _open(
         self, reports: Sequence[tuple[str, ReadGroup | None]]
-    ) -> tuple[WeightFiles, Container[Members]]:
+    ) -> tuple[WeightFiles, frozenset[Members]]:
         """Read the headers for all ranks. The coordinator calls it."""
         urls, offers = zip(*reports, strict=True)
         if len(set(urls)) > 1:

@@ -48,6 +48,8 @@ RECORD_NAME = ".shardstore-uploads.json"
 
 Documents = Sequence[tuple[str, bytes]]
 """Names and contents of small files."""
+Receipt = Mapping[str, Sequence[tuple[int, str]]]
+"""Name of a file -> number and tag of each part that a rank has uploaded."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,23 +70,23 @@ class Place(Protocol):
     def part_bytes(self, layout: FileLayout) -> int | None:
         """Return the size of the parts that the files are cut into; ``None``: any."""
 
-    def begin(self, layout: FileLayout) -> str:
+    def begin(self, layout: FileLayout) -> object:
         """Begin, and return what the other ranks need to join.
 
         Raises:
             CheckpointExistsError: the place is not free.
         """
 
-    def join(self, state: str, layout: FileLayout) -> None:
+    def join(self, state: Any, layout: FileLayout) -> None:
         """Join what the coordinator began. Every rank calls it."""
 
     def write(self, name: str, start: int, data: memoryview) -> None:
         """Write a range of a file. Several threads may call it."""
 
-    def finish(self) -> str:
-        """End this rank's writing, and return its receipts for the coordinator."""
+    def finish(self) -> Receipt:
+        """End this rank's writing, and return its receipt for the coordinator."""
 
-    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
         """Make the model visible; the last document is the index, if there are several files."""
 
     def abandon(self) -> None:
@@ -197,7 +199,7 @@ class FolderPlace:
         """See :class:`Place`."""
         return None
 
-    def begin(self, layout: FileLayout) -> str:
+    def begin(self, layout: FileLayout) -> object:
         """Begin an attempt, and create the files with their headers and full sizes."""
         if folder.is_taken(self.target):
             raise self.target.error(
@@ -207,9 +209,9 @@ class FolderPlace:
         commits = (*COMMITS, *MODEL_COMMITS)
         self._attempt = folder.begin(self.target, self._options, commits)
         FolderFiles(self._attempt.location.url).create(layout)
-        return str(self._attempt.id)
+        return self._attempt.id
 
-    def join(self, state: str, layout: FileLayout) -> None:
+    def join(self, state: Any, layout: FileLayout) -> None:
         """Look for the folder, which another machine may show late."""
         if self._attempt is None:
             self._attempt = checkpoints.join(self.target, state, self._options)
@@ -221,14 +223,14 @@ class FolderPlace:
         FolderFiles(url, durable=self._options.durable).write(name, start, data)
         self._written.add(f"{url}/{name}")
 
-    def finish(self) -> str:
+    def finish(self) -> Receipt:
         """Wait until what this rank wrote is on the disk."""
         for path in self._written if self._options.durable else ():
             with store_errors("writing", path):
                 fsync(path)
-        return ""
+        return {}
 
-    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
         """Exchange the attempt with the target."""
         self._attempt.commit(documents, durable=self._options.durable)
 
@@ -252,7 +254,7 @@ class StorePlace:
         """See :class:`Place`."""
         return part_bytes(max(layout.sizes.values()))
 
-    def begin(self, layout: FileLayout) -> str:
+    def begin(self, layout: FileLayout) -> object:
         """Remove the model that is replaced: first what completes it."""
         names = self._remote.listing()
         old = model_files(self.target, names)
@@ -267,9 +269,9 @@ class StorePlace:
         for some in (completing, [name for name in old if name not in completing]):
             if some:
                 self._remote.delete(some)
-        return ""
+        return None
 
-    def join(self, state: str, layout: FileLayout) -> None:
+    def join(self, state: Any, layout: FileLayout) -> None:
         """See :class:`Place`."""
         self._files = StreamedFiles(self._remote, layout.sizes, PART_BYTES)
 
@@ -278,11 +280,11 @@ class StorePlace:
         assert self._files is not None  # it has joined
         self._files.write(name, start, data)
 
-    def finish(self) -> str:
+    def finish(self) -> Receipt:
         """See :class:`Place`."""
-        return ""
+        return {}
 
-    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
         """Write the documents, the index last."""
         for name, data in documents:
             self._remote.write(name, data)
@@ -305,7 +307,7 @@ class S3Place(StorePlace):
         self._parts: dict[str, list[tuple[int, str]]] = {}
         self._part_bytes = PART_BYTES
 
-    def begin(self, layout: FileLayout) -> str:
+    def begin(self, layout: FileLayout) -> object:
         """Clear away an export that died, and begin an upload for each file."""
         if recorded := self._recorded():
             self._uploads = recorded
@@ -314,11 +316,11 @@ class S3Place(StorePlace):
         for name in layout.heads:
             self._uploads[name] = self._call("create_multipart_upload", name, {})["UploadId"]
             self._remote.write(RECORD_NAME, json.dumps(self._uploads).encode())
-        return json.dumps(self._uploads)
+        return self._uploads
 
-    def join(self, state: str, layout: FileLayout) -> None:
+    def join(self, state: Any, layout: FileLayout) -> None:
         """Take the IDs of the uploads."""
-        self._uploads = json.loads(state)
+        self._uploads = state
         self._part_bytes = part_bytes(max(layout.sizes.values()))
 
     def write(self, name: str, start: int, data: memoryview) -> None:
@@ -332,16 +334,16 @@ class S3Place(StorePlace):
             tag = upload_part(self._remote, cast(S3Settings, settings), name, data, **part)
         self._parts.setdefault(name, []).append((number, tag))
 
-    def finish(self) -> str:
+    def finish(self) -> Receipt:
         """Return the tags of the parts."""
-        return json.dumps(self._parts)
+        return self._parts
 
-    def commit(self, layout: FileLayout, receipts: Sequence[str], documents: Documents) -> None:
+    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
         """Complete the uploads, then write the documents, the index last. A single file of weights
         comes after the documents instead."""
         parts: dict[str, list[tuple[int, str]]] = {name: [] for name in layout.heads}
         for receipt in receipts:
-            for name, some in json.loads(receipt).items():
+            for name, some in receipt.items():
                 parts[name] += some
         if SINGLE_NAME in parts:
             super().commit(layout, receipts, documents)

@@ -29,7 +29,7 @@ from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.hf.block_writer import BlockWriter, BoxReader, ExportPlan, source_of
 from shardstore.hf.blocks import held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
-from shardstore.hf.places import Documents, Place, place_for
+from shardstore.hf.places import Documents, Place, Receipt, place_for
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint
 from shardstore.loading.plan import elements_of, held_regions, whole_tensor
@@ -314,13 +314,13 @@ class Export(BlockWriter):
         if SINGLE_NAME not in layout.heads:
             documents.append((INDEX_NAME, layout.index()))
 
-        def commit(receipts: list[str]) -> None:
+        def commit(receipts: list[Receipt]) -> None:
             self.place.commit(layout, receipts, documents)
 
         what = f"committing {self.target.url}"
         try:
             with self.ranks.meet(what, commit, error=self.failure) as meeting:
-                meeting.report = self.place.finish()
+                meeting.report = dict(self.place.finish())
         except BaseException:
             self.abandon()
             raise
