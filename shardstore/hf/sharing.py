@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
@@ -124,18 +124,15 @@ def plan_shared(
     return blocks
 
 
-def _united(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges that overlapping ranges form."""
-    low = high = -1
+def _united(spans: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return the ranges that overlapping ranges form."""
+    united: list[list[int]] = []
     for first, last in sorted(spans):
-        if first < high:
-            high = max(high, last)
-            continue
-        if low < high:
-            yield low, high
-        low, high = first, last
-    if low < high:
-        yield low, high
+        if united and first < united[-1][1]:
+            united[-1][1] = max(united[-1][1], last)
+        else:
+            united.append([first, last])
+    return united
 
 
 def read_shared(
