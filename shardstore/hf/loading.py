@@ -38,7 +38,7 @@ from shardstore.loading.plan import (
 from shardstore.loading.read import read_chunks
 from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.loading.run import LoadRequest
-from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
+from shardstore.progress import Meter, ProgressCallback, log_event, metered
 from shardstore.state_dict_utils import HeldShards, StateSplit
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
@@ -123,7 +123,7 @@ def load(
         StorageError: the store failed.
         RanksError: another rank failed, or did not answer in time.
     """
-    started, ranks = perf_counter(), Ranks.of(process_group)
+    started, url, ranks = perf_counter(), shown_url(place), Ranks.of(process_group)
     call = _Call(
         sharded_state_dict=state_dict,
         checkpoint_dir=place,
@@ -141,9 +141,7 @@ def load(
         exchange_budget_bytes=exchange_budget_bytes,
         progress=progress,
     )
-    url = shown_url(place)
-    callback = callback_of(progress, shows=ranks.is_coordinator)
-    with metered("load", url, callback) as meter, collector_paused():
+    with metered("load", url, call.callback) as meter, collector_paused():
         found = call.run(meter)
     if ranks.is_coordinator:
         seconds, size = perf_counter() - started, meter.now.bytes_total

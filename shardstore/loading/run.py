@@ -84,6 +84,7 @@ class LoadRequest:
         stored_metadata: returns the entries of the checkpoint, if keys are compared.
         mode: the mode for keys that do not match.
         device: device of new tensors; ``None``: the host.
+        callback: what gets the progress.
         error: the error in the arguments, if there is one; every rank raises it.
 
     :func:`shardstore.load` describes all others.
@@ -107,6 +108,7 @@ class LoadRequest:
     progress: ProgressCallback | Literal["bar"] | None = None
     mode: validation.StrictHandling = field(init=False)
     device: torch.device | None = field(init=False, default=None)
+    callback: ProgressCallback | None = field(init=False, default=None)
     error: Exception | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -128,6 +130,8 @@ class LoadRequest:
                 self.device = _device(self.map_location)
             if self.replica_group is not None:
                 require_group("replica_group", self.replica_group)
+            if self.progress is not None:
+                self.callback = callback_of(self.progress, shows=self.ranks.is_coordinator)
         except Exception as error:  # every rank raises it
             self.error = error
 
@@ -206,19 +210,17 @@ def run_load(request: LoadRequest) -> Loaded:
     Raises:
         ReplacedError: the checkpoint was replaced in the meantime, see :func:`was_replaced`.
     """
-    started, ranks, callback = perf_counter(), request.ranks, None
+    started, ranks = perf_counter(), request.ranks
     location: Location
     try:
         location = Location.of(request.checkpoint_dir, request.storage_options)
-        if request.progress is not None:
-            callback = callback_of(request.progress, shows=ranks.is_coordinator)
     except Exception as problem:  # every rank raises it
         location = LocalFolder(shown(request.checkpoint_dir))
         request.error = request.error or problem
     if wait := latest_save.get(location.url):
         wait()
     what = f"loading {location.url}"
-    with metered("load", location.url, callback) as meter, collector_paused():
+    with metered("load", location.url, request.callback) as meter, collector_paused():
         opened = open_checkpoint(request, location, meter)
         context = opened.context
         try:
@@ -237,17 +239,10 @@ def run_load(request: LoadRequest) -> Loaded:
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
         _tell_of_arrays(request, context, matched, loaded)
     if ranks.is_coordinator:
-        seconds = perf_counter() - started
-        log_event(
-            logger,
-            "load",
-            f"{location.url}: loaded, {meter.now.bytes_total} bytes on rank {ranks.rank} "
-            f"in {seconds:.3f} s",
-            url=location.url,
-            bytes=meter.now.bytes_total,
-            seconds=seconds,
-            world_size=ranks.world_size,
-        )
+        url, size, seconds = location.url, meter.now.bytes_total, perf_counter() - started
+        text = f"{url}: loaded, {size} bytes on rank {ranks.rank} in {seconds:.3f} s"
+        world = ranks.world_size
+        log_event(logger, "load", text, url=url, bytes=size, seconds=seconds, world_size=world)
     if validation.StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, matched.missing, matched.unexpected
     return loaded

@@ -222,6 +222,7 @@ def an_error_of_one_rank_reaches_all(rank: int, world_size: int, folder: Path) -
         ({"at": [(1, inside)]}, {}, "a DTensor inside the tuple at ('at', 0)"),
         ({"w": torch.zeros(1000, 64)}, {"strict": "all"}, "strict"),
         ({"w": torch.zeros(1000, 64)}, {"cast": "all"}, "cast"),
+        ({"w": torch.zeros(1000, 64)}, {"progress": "all"}, "progress='all'"),
         ({"norm": torch.zeros(37)}, {}, "both have the name 'norm'"),
         ({"x": torch.zeros(37)}, {"strict": "raise_unexpected"}, "['x']"),
         ({"w": torch.zeros(1000, 64)}, {"replica_group": "all"}, "replica_group"),
