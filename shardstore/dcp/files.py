@@ -40,7 +40,7 @@ from shardstore.storage.format.grid import Box, flat_range_boxes
 from shardstore.storage.format.names import COMMON_OBJECT, DCP_METADATA_NAME, require_inside
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.ranges import FileBox, read_bytes
+from shardstore.storage.movers.ranges import read_bytes
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 from shardstore.values.record import state_path
@@ -281,8 +281,9 @@ class DcpFiles:
                 if records.entries["data/0"].file_size < found.nbytes:
                     raise ValueError("the tensor is truncated")
                 first += records.start("data/0") + part.first * out.dtype.itemsize
-                one = FileBox(name, first, part.box.shape, within, out)
-                Mover.of(self.location).read_boxes([one], lambda *_: None)
+                whole = array_of_one_chunk(key, part.box.shape, meta.dtype)
+                read = RegionRead(whole, within, out)
+                Mover.of(self.location).read_boxes([((name, first), read)], lambda *_: None)
         except FileNotFoundError:
             raise _missing(f"key {key!r} at offset {at}", path, key) from None
         except errors.StorageError as error:

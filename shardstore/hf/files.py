@@ -25,7 +25,7 @@ from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.names import MODEL_COMMITS
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.ranges import FileBox, read_bytes
+from shardstore.storage.movers.ranges import FilePosition, read_bytes
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
@@ -74,8 +74,6 @@ class _Index(msgspec.Struct):
 
 Names: TypeAlias = Mapping[str, str] | Callable[[str], str | None] | None
 """Key in a state dict -> name in the files, as a mapping of those that differ or a function."""
-FilePosition = tuple[str, int]
-"""Name of a tensor's file, and the offset of the tensor in it, in bytes."""
 
 _FILE_NAME = re.compile(r"(?!\.)[^\x00-\x1f/\\:?#%]{1,255}")
 """Names that stay in their folder, and set no option of a URL."""
@@ -262,12 +260,9 @@ class WeightFiles:
             DamagedCheckpointError: a file is missing or truncated.
             StorageError: the store failed.
         """
-        boxes = []
-        for read in reads:
-            name, start = self.places[read.array.key]
-            boxes.append(FileBox(name, start, read.array.shape, read.box, read.out))
+        placed = [(self.places[read.array.key], read) for read in reads]
         try:
-            Mover.of(self.location).read_boxes(boxes, done)
+            Mover.of(self.location).read_boxes(placed, done)
         except (FileNotFoundError, EOFError) as error:
             raise self._changed(error) from error
 

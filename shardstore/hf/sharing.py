@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.hf.blocks import Block, Holders, Piece, exchange_pieces, pieces_of
-from shardstore.hf.files import FilePosition
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes, slabs, span
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
-from shardstore.storage.movers.ranges import GAP_BYTES, REQUEST_BYTES, REQUESTS
+from shardstore.storage.movers.ranges import GAP_BYTES, REQUEST_BYTES, REQUESTS, FilePosition
 from shardstore.storage.runtime.parallel import in_rounds, local_ranks
 
 MOST_EXCESS = 1.05

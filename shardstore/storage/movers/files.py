@@ -38,12 +38,13 @@ from shardstore.storage.movers.chunks import (
     ChunkWrite,
     GetManifest,
     ReadDone,
+    RegionRead,
     SmallFiles,
     WriteDone,
 )
 from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.mover import Mover
-from shardstore.storage.movers.ranges import FileBox, Slab
+from shardstore.storage.movers.ranges import Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import run_batched
@@ -155,10 +156,10 @@ class FolderMover(Mover):
             (size,) = read_at_once([WholeChunk(path, verifier.array, verifier.crc, None)])
         return size or read_file(path, verifier)
 
-    def gap_bytes(self, one: FileBox) -> int:
+    def gap_bytes(self, read: RegionRead) -> int:
         """See :meth:`Mover.gap_bytes`. Short runs are copied from a mapping."""
-        run = one.out.dtype.itemsize
-        for length, edge in zip(reversed(one.box.shape), reversed(one.shape), strict=True):
+        run = read.out.dtype.itemsize
+        for length, edge in zip(reversed(read.box.shape), reversed(read.array.shape), strict=True):
             run *= length
             if length != edge:
                 break

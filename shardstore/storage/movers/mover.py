@@ -18,7 +18,7 @@ from shardstore.errors import DamagedCheckpointError
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import Manifest
-from shardstore.storage.movers.chunk_bytes import as_bytes, whole_chunk
+from shardstore.storage.movers.chunk_bytes import as_bytes, slabs, whole_chunk
 from shardstore.storage.movers.chunks import (
     ChunkPart,
     ChunkWrite,
@@ -31,7 +31,7 @@ from shardstore.storage.movers.chunks import (
 )
 from shardstore.storage.movers.codecs import BadChunkError, constant_record, constant_value
 from shardstore.storage.movers.packed import read_packed
-from shardstore.storage.movers.ranges import FileBox, Slab, slabs_of
+from shardstore.storage.movers.ranges import FilePosition, Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.options import DEFAULTS, SaveOptions
 from shardstore.storage.stores.location import Location
@@ -193,25 +193,29 @@ class Mover(ABC):
     def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:
         """Read a whole chunk through its verifier, and return the number of bytes read."""
 
-    def read_boxes(self, boxes: Sequence[FileBox], done: ReadDone) -> None:
-        """Read boxes of arrays in several files of another format, from several threads.
+    def read_boxes(self, reads: Sequence[tuple[FilePosition, RegionRead]], done: ReadDone) -> None:
+        """Read regions of arrays in several files of another format, from several threads.
 
         Args:
-            boxes: the parts to read.
+            reads: the regions, each with the position of its array.
             done: called as the destinations fill.
 
         Raises:
             FileNotFoundError: a file does not exist.
-            EOFError: a file ends before a box does.
+            EOFError: a file ends before a region does.
             StorageError: the store failed.
         """
-        self.read_slabs(
-            [slab for one in boxes for slab in slabs_of(one, self.gap_bytes(one))], done
-        )
+        found = list[Slab]()
+        for (name, start), read in reads:
+            if read.out.size:
+                shape, gap_bytes = read.array.shape, self.gap_bytes(read)
+                cut = slabs(read.out, read.box, shape, start, gap_bytes)
+                found += [Slab(name, first, last, out, shape) for first, last, out in cut]
+        self.read_slabs(found, done)
 
     @abstractmethod
-    def gap_bytes(self, one: FileBox) -> int:
-        """Return the largest gap inside of a slab of a box."""
+    def gap_bytes(self, read: RegionRead) -> int:
+        """Return the largest gap inside of a slab of a region of a file."""
 
     @abstractmethod
     def read_slabs(self, slabs: Sequence[Slab], done: ReadDone) -> None:

@@ -29,6 +29,7 @@ from shardstore.storage.movers.chunks import (
     ChunkWrite,
     GetManifest,
     ReadDone,
+    RegionRead,
     SmallFiles,
     WriteDone,
 )
@@ -99,7 +100,7 @@ class ObjectMover(Mover):
         verifier.finish()
         return verifier.count
 
-    def gap_bytes(self, one: ranges.FileBox) -> int:
+    def gap_bytes(self, read: RegionRead) -> int:
         """See :meth:`Mover.gap_bytes`."""
         return ranges.GAP_BYTES
 

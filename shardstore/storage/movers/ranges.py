@@ -4,14 +4,11 @@ ranges that one request reads together."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
-from shardstore.storage.format.grid import Box
-from shardstore.storage.movers.chunk_bytes import slabs
 from shardstore.storage.stores.location import Location
 
 GAP_BYTES = 1024 * 1024
@@ -42,40 +39,19 @@ def grouped(ranges: Iterable[R], most_bytes: int = REQUEST_BYTES) -> Iterator[li
         yield group
 
 
-@dataclass(frozen=True, slots=True)
-class FileBox:
-    """A box to read of an array that a file holds in C order.
-
-    Attributes:
-        name: name of the file.
-        start: byte offset of the array in the file.
-        shape: shape of the array.
-        box: the part to read.
-        out: the destination, with the box's shape, any strides and the array's data type.
-    """
-
-    name: str
-    start: int
-    shape: tuple[int, ...]
-    box: Box
-    out: NDArray[Any]
+FilePosition = tuple[str, int]
+"""Name of the file that holds an array in C order, and the byte offset of the array in it."""
 
 
 class Slab(NamedTuple):
-    """A slab of a box: its bytes in a file, and its destination."""
+    """A slab of a box, see :func:`~.chunk_bytes.slabs`: its bytes in a file, its destination, and
+    the shape of the array."""
 
     name: str
     first: int
     last: int
     out: NDArray[Any]
     shape: tuple[int, ...]
-
-
-def slabs_of(one: FileBox, gap_bytes: int) -> Iterator[Slab]:
-    """Yield the slabs of a box, with gaps of at most ``gap_bytes``; see :func:`slabs`."""
-    if one.out.size:
-        for first, last, out in slabs(one.out, one.box, one.shape, one.start, gap_bytes):
-            yield Slab(one.name, first, last, out, one.shape)
 
 
 def read_bytes(location: Location, name: str, start: int, stop: int) -> bytes:
