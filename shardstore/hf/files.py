@@ -12,7 +12,9 @@ import json
 import logging
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
@@ -27,7 +29,6 @@ from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FilePosition, read_bytes
 from shardstore.storage.runtime.counters import counters
-from shardstore.storage.runtime.parallel import run_batched
 from shardstore.storage.stores.location import Location
 
 INDEX_NAME, SINGLE_NAME = MODEL_COMMITS
@@ -159,15 +160,10 @@ class WeightFiles:
         self.places: dict[str, FilePosition] = {}
         self.metadata: dict[str, str] = {}
         self.left_out: list[str] = []
-        found: dict[str, tuple[int, bytes]] = {}
-
-        def read(some: Sequence[str]) -> None:
-            for name in some:
-                found[name] = _header_of(folder, name)
-
-        run_batched(names, read, threads=HEADER_REQUESTS)
-        for name in names:
-            self._add(name, *found[name], weight_map)
+        with ThreadPoolExecutor(HEADER_REQUESTS, thread_name_prefix="shardstore-io") as readers:
+            headers = list(readers.map(partial(_header_of, folder), names))
+        for name, (size, text) in zip(names, headers, strict=True):
+            self._add(name, size, text, weight_map)
 
     def _add(self, name: str, size: int, text: bytes, weight_map: Mapping[str, str] | None) -> None:
         """Add the tensors and the metadata of a file of ``size`` bytes with a header ``text``."""
