@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -68,10 +68,10 @@ class BlockWriter:
     """
 
     ranks: Ranks
-    place: Place
-    plan: ExportPlan
-    sources: dict[tuple[str, Box], BoxReader]
-    failure: BaseException | None = None
+    place: Place = field(init=False)
+    plan: ExportPlan = field(init=False)
+    sources: dict[tuple[str, Box], BoxReader] = field(init=False, default_factory=dict)
+    failure: BaseException | None = field(init=False, default=None)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from shardstore.hf.files import ALIGNMENT, SINGLE_NAME, FileLayout
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit.inventory import model_files
 from shardstore.storage.format.names import COMMITS, MODEL_COMMITS
+from shardstore.storage.movers.chunks import SmallFiles
 from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.parallel import default_threads
@@ -46,8 +47,6 @@ MOST_PARTS = 9000
 RECORD_NAME = ".shardstore-uploads.json"
 """Name of the object that records the uploads of an export to S3."""
 
-Documents = Sequence[tuple[str, bytes]]
-"""Names and contents of small files."""
 Receipt = Mapping[str, Sequence[tuple[int, str]]]
 """Name of a file -> number and tag of each part that a rank has uploaded."""
 
@@ -58,12 +57,10 @@ class Place(Protocol):
     """A place for the files of a model, seen from one rank.
 
     Attributes:
-        target: the place.
         in_order: whether one rank must write each file, from its beginning to its end.
         threads: number of threads of a rank that write.
     """
 
-    target: Location
     in_order: bool
     threads: int
 
@@ -86,7 +83,9 @@ class Place(Protocol):
     def finish(self) -> Receipt:
         """End this rank's writing, and return its receipt for the coordinator."""
 
-    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
+    def commit(
+        self, layout: FileLayout, receipts: Sequence[Receipt], documents: SmallFiles
+    ) -> None:
         """Make the model visible; the last document is the index, if there are several files."""
 
     def abandon(self) -> None:
@@ -191,7 +190,7 @@ class FolderPlace:
     in_order = False
 
     def __init__(self, target: Location, options: SaveOptions) -> None:
-        self.target, self._options, self.threads = target, options, default_threads()
+        self._target, self._options, self.threads = target, options, default_threads()
         self._attempt: Any = None
         self._written: set[str] = set()
 
@@ -201,20 +200,20 @@ class FolderPlace:
 
     def begin(self, layout: FileLayout) -> object:
         """Begin an attempt, and create the files with their headers and full sizes."""
-        if folder.is_taken(self.target):
-            raise self.target.error(
+        if folder.is_taken(self._target):
+            raise self._target.error(
                 " holds a checkpoint, which a model does not replace; save the model elsewhere",
                 CheckpointExistsError,
             )
         commits = (*COMMITS, *MODEL_COMMITS)
-        self._attempt = folder.begin(self.target, self._options, commits)
+        self._attempt = folder.begin(self._target, self._options, commits)
         FolderFiles(self._attempt.location.url).create(layout)
         return self._attempt.id
 
     def join(self, state: Any, layout: FileLayout) -> None:
         """Look for the folder, which another machine may show late."""
         if self._attempt is None:
-            self._attempt = checkpoints.join(self.target, state, self._options)
+            self._attempt = checkpoints.join(self._target, state, self._options)
             self._attempt.require_seen()
 
     def write(self, name: str, start: int, data: memoryview) -> None:
@@ -230,7 +229,9 @@ class FolderPlace:
                 fsync(path)
         return {}
 
-    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
+    def commit(
+        self, layout: FileLayout, receipts: Sequence[Receipt], documents: SmallFiles
+    ) -> None:
         """Exchange the attempt with the target."""
         self._attempt.commit(documents, durable=self._options.durable)
 
@@ -246,7 +247,7 @@ class StorePlace:
     in_order, threads = True, 1
 
     def __init__(self, target: Location, overwrite: bool) -> None:
-        self.target, self._overwrite = target, overwrite
+        self._target, self._overwrite = target, overwrite
         self._remote = target.remote
         self._files: StreamedFiles | None = None
 
@@ -257,11 +258,11 @@ class StorePlace:
     def begin(self, layout: FileLayout) -> object:
         """Remove the model that is replaced: first what completes it."""
         names = self._remote.listing()
-        old = model_files(self.target, names)
+        old = model_files(self._target, names)
         taken = [name for name in names if name in COMMITS] or old
         if taken and not (self._overwrite and old == taken):
             more = "pass overwrite=True to replace it, or " if old == taken else ""
-            raise self.target.error(
+            raise self._target.error(
                 f" holds {', '.join(taken[:3])} already; {more}save elsewhere",
                 CheckpointExistsError,
             )
@@ -284,7 +285,9 @@ class StorePlace:
         """See :class:`Place`."""
         return {}
 
-    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
+    def commit(
+        self, layout: FileLayout, receipts: Sequence[Receipt], documents: SmallFiles
+    ) -> None:
         """Write the documents, the index last."""
         for name, data in documents:
             self._remote.write(name, data)
@@ -338,7 +341,9 @@ class S3Place(StorePlace):
         """Return the tags of the parts."""
         return self._parts
 
-    def commit(self, layout: FileLayout, receipts: Sequence[Receipt], documents: Documents) -> None:
+    def commit(
+        self, layout: FileLayout, receipts: Sequence[Receipt], documents: SmallFiles
+    ) -> None:
         """Complete the uploads, then write the documents, the index last. A single file of weights
         comes after the documents instead."""
         parts: dict[str, list[tuple[int, str]]] = {name: [] for name in layout.heads}
@@ -356,7 +361,7 @@ class S3Place(StorePlace):
             self._remote.delete([RECORD_NAME])
         except StorageError as error:
             text = "%s: the model is committed, but its record %s could not be removed: %s"
-            logger.warning(text, self.target.url, RECORD_NAME, error)
+            logger.warning(text, self._target.url, RECORD_NAME, error)
 
     def _complete(self, name: str, size: int, parts: Sequence[tuple[int, str]]) -> None:
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in parts]
@@ -391,11 +396,11 @@ class S3Place(StorePlace):
     def _recorded(self) -> dict[str, str]:
         """Return name -> upload of the export that the record is of; empty without a record."""
         try:
-            text = self.target.read_if_there(RECORD_NAME) or b"{}"
+            text = self._target.read_if_there(RECORD_NAME) or b"{}"
             return msgspec.json.decode(text, type=dict[str, str])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             what = f"/{RECORD_NAME} is no record of uploads ({error}): remove it"
-            raise self.target.error(what) from None
+            raise self._target.error(what) from None
 
     def _call(
         self, method: str, name: str, about: Mapping[str, Any], size: int = 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.hf.block_writer import BlockWriter, BoxReader, ExportPlan, source_of
 from shardstore.hf.blocks import held_by, plan_blocks
 from shardstore.hf.files import INDEX_NAME, SINGLE_NAME, FileLayout, Names, is_file_name, names_of
-from shardstore.hf.places import Documents, Place, Receipt, place_for
+from shardstore.hf.places import Receipt, place_for
 from shardstore.inspection import opened
 from shardstore.inspection.opened import OpenCheckpoint
 from shardstore.loading.plan import elements_of, held_regions, whole_tensor
@@ -41,7 +41,7 @@ from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMITS, is_inside
-from shardstore.storage.movers.chunks import RegionRead
+from shardstore.storage.movers.chunks import RegionRead, SmallFiles
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest, latest_save
@@ -127,7 +127,7 @@ def save(
         place, dtype, file_bytes, names, files, overwrite, durable, storage_options
     )
     held = partial(tensors_of, state_dict)
-    _run(_begin(held, memory_of, arguments, Ranks.of(process_group)))
+    _run(Export(Ranks.of(process_group), arguments, held, memory_of))
 
 
 def async_save(
@@ -148,7 +148,8 @@ def async_save(
     arguments, ranks = _Arguments(place, **keywords), Ranks.of(process_group)
 
     def begin() -> tuple[Export, AsyncRequest]:
-        export = _begin(partial(tensors_of, state_dict), memory_of, arguments, ranks)
+        export = Export(ranks, arguments, partial(tensors_of, state_dict), memory_of)
+        export.begin()
         export.stage()
         export.ranks = ranks.over(RANKS_PURPOSE)
         return export, AsyncRequest(export.write, (), [export.finish])
@@ -196,10 +197,11 @@ def export(
         elif box.size:
             yield box, partial(_stored, found[0], found[0].metas[tensor.key])
 
-    _run(_begin(held, read, arguments, ranks))
+    _run(Export(ranks, arguments, held, read))
 
 
 def _run(export: Export) -> None:
+    export.begin()
     try:
         export.write()
     except BaseException:  # an interrupt; the other ranks notice that this one is gone
@@ -287,21 +289,106 @@ def _content(path: str) -> bytes:
     return data
 
 
-@dataclass(kw_only=True)
-class Export(BlockWriter):
-    """An export in progress on one rank.
+class _HeldShards(NamedTuple):
+    """A rank's report at the beginning of an export.
 
     Attributes:
+        same: place, data type and size of files, which are the same on all ranks.
+        shards: its tensors.
+        ties: result of :func:`tied`.
+        samples: result of :func:`samples`.
+    """
+
+    same: tuple[Any, ...]
+    shards: ShardReport
+    ties: dict[str, str]
+    samples: dict[str, bytes]
+
+
+@dataclass
+class Export(BlockWriter):
+    """An export on one rank. :meth:`begin` sets the target, the place and the plan.
+
+    Attributes:
+        arguments: the arguments of this rank.
+        held: returns this rank's tensors.
+        sources_of: yields the boxes of a tensor, each with what returns parts of it.
         target: its target.
         documents: files to add; on the coordinator.
         record: numbers of tensors and bytes; empty before the end.
     """
 
-    target: Location
-    documents: Documents
+    arguments: _Arguments
+    held: Callable[[], Iterable[ShardedTensor]]
+    sources_of: Callable[[ShardedTensor], Iterator[tuple[Box, BoxReader]]]
+    target: Location = field(init=False)
+    documents: SmallFiles = ()
     record: dict[str, Any] = field(default_factory=dict)
-    started: float = field(default_factory=perf_counter)
+    started: float = 0.0
     staging: None = None
+
+    def begin(self) -> None:
+        """Agree with all ranks on the files. Every rank calls it and waits for all others."""
+        what = f"exporting to {shown(self.arguments.place)}"
+        try:
+            with self.ranks.meet(what, self._decide) as meeting:
+                tensors = self._prepare()
+                meeting.report = self._report(tensors)
+            self.plan = meeting.answer
+        except BaseException:
+            self.abandon()
+            raise
+        self.started = perf_counter()
+        with self.keeping():  # raised in the next step of all ranks
+            self.place.join(self.plan.state, self.plan.layout)
+            wanted = self.pieces
+            for name, tensor in tensors:
+                for box, source in self.sources_of(tensor):
+                    if (name, box) in wanted:
+                        self.sources[name, box] = source
+
+    def _prepare(self) -> list[tuple[str, ShardedTensor]]:
+        """Check the arguments, and return this rank's tensors with their names in the files."""
+        given = self.arguments
+        target = self.target = given.target()
+        target.require_shared(self.ranks.world_size)
+        if wait := latest_save.get(target.url):
+            wait()
+        if self.ranks.is_coordinator:
+            self.documents = given.documents()
+        self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)
+        tensors = list(self.held())
+        names = names_of((tensor.key for tensor in tensors), given.names)
+        return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
+
+    def _report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> _HeldShards:
+        """Return what this rank holds."""
+        given = self.arguments
+        same = self.target.url, given.dtype, given.file_bytes
+        shards = [
+            replace(tensor, key=name, data=None, dtype=written_as(tensor, given.dtype))
+            for name, tensor in tensors
+        ]
+        sampled = samples(tensors) if self.ranks.world_size > 1 else {}
+        return _HeldShards(same, report_shards(shards), tied(tensors), sampled)
+
+    def _decide(self, described: list[_HeldShards]) -> ExportPlan:
+        """Plan and begin the export. The coordinator calls it."""
+        members, place, target = self.ranks.members, self.place, self.target
+        _require_same([one.same for one in described], self.ranks)
+        ties = united(one.ties for one in described)
+        arrays, holders = held_by([one.shards for one in described], members)
+        sampled = {rank: one.samples for rank, one in zip(members, described, strict=True)}
+        for name in _differing(sampled, target.url):
+            holders[name] = {box: ranks[:1] for box, ranks in holders[name].items()}
+        arrays = [meta for meta in arrays if meta.key not in ties]
+        if not arrays:
+            raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
+        layout = FileLayout.of(arrays, self.arguments.file_bytes, ties, SINGLE_NAME)
+        parts = place.part_bytes(layout)
+        blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
+        written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
+        return ExportPlan(layout, blocks, written, place.begin(layout))
 
     def finish(self) -> None:
         """Make the model visible. Every rank calls it and waits for all others.
@@ -332,127 +419,13 @@ class Export(BlockWriter):
 
     def abandon(self) -> None:
         """Remove what was written, on the coordinator."""
-        if self.ranks.is_coordinator:
+        if self.ranks.is_coordinator and hasattr(self, "place"):
             self.place.abandon()
 
     def abort(self) -> None:
         """Stop writing at the next block."""
         text = f"the export to {self.target.url} was aborted; nothing of it is visible"
         self.failure = self.failure or errors.SaveInProgressError(text, url=self.target.url)
-
-
-def _begin(
-    held: Callable[[], Iterable[ShardedTensor]],
-    sources_of: Callable[[ShardedTensor], Iterator[tuple[Box, BoxReader]]],
-    arguments: _Arguments,
-    ranks: Ranks,
-) -> Export:
-    """Agree with all ranks on the files. Every rank calls it and waits for all others.
-
-    Args:
-        held: returns this rank's tensors.
-        sources_of: yields the boxes of a tensor, each with what returns parts of it.
-        arguments: the arguments of this rank.
-        ranks: the ranks.
-    """
-    beginning = _Beginning(held, arguments, ranks)
-    try:
-        what = f"exporting to {shown(arguments.place)}"
-        with ranks.meet(what, beginning.decide) as meeting:
-            tensors = beginning.prepare()
-            meeting.report = beginning.report(tensors)
-    except BaseException:
-        if ranks.is_coordinator and beginning.place is not None:
-            beginning.place.abandon()
-        raise
-    plan, place = cast(ExportPlan, meeting.answer), cast(Place, beginning.place)
-    export = Export(ranks, place, plan, {}, target=place.target, documents=beginning.documents)
-    with export.keeping():  # raised in the next step of all ranks
-        place.join(plan.state, plan.layout)
-        wanted = export.pieces
-        for name, tensor in tensors:
-            for box, source in sources_of(tensor):
-                if (name, box) in wanted:
-                    export.sources[name, box] = source
-    return export
-
-
-class _HeldShards(NamedTuple):
-    """A rank's report at the beginning of an export.
-
-    Attributes:
-        same: place, data type and size of files, which are the same on all ranks.
-        shards: its tensors.
-        ties: result of :func:`tied`.
-        samples: result of :func:`samples`.
-    """
-
-    same: tuple[Any, ...]
-    shards: ShardReport
-    ties: dict[str, str]
-    samples: dict[str, bytes]
-
-
-@dataclass
-class _Beginning:
-    """What a rank does at the beginning of an export.
-
-    Attributes:
-        held: see :func:`_begin`.
-        arguments: the arguments of this rank.
-        ranks: the ranks.
-        place: writes the files, after :meth:`prepare`.
-        documents: files to add; on the coordinator.
-    """
-
-    held: Callable[[], Iterable[ShardedTensor]]
-    arguments: _Arguments
-    ranks: Ranks
-    place: Place | None = None
-    documents: Documents = ()
-
-    def prepare(self) -> list[tuple[str, ShardedTensor]]:
-        """Check the arguments, and return this rank's tensors with their names in the files."""
-        given, target = self.arguments, self.arguments.target()
-        target.require_shared(self.ranks.world_size)
-        if wait := latest_save.get(target.url):
-            wait()
-        if self.ranks.is_coordinator:
-            self.documents = given.documents()
-        self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)
-        tensors = list(self.held())
-        names = names_of((tensor.key for tensor in tensors), given.names)
-        return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
-
-    def report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> _HeldShards:
-        """Return what this rank holds."""
-        given = self.arguments
-        same = given.target().url, given.dtype, given.file_bytes
-        shards = [
-            replace(tensor, key=name, data=None, dtype=written_as(tensor, given.dtype))
-            for name, tensor in tensors
-        ]
-        sampled = samples(tensors) if self.ranks.world_size > 1 else {}
-        return _HeldShards(same, report_shards(shards), tied(tensors), sampled)
-
-    def decide(self, described: list[_HeldShards]) -> ExportPlan:
-        """Plan and begin the export. The coordinator calls it."""
-        members, place = self.ranks.members, cast(Place, self.place)
-        target = place.target
-        _require_same([one.same for one in described], self.ranks)
-        ties = united(one.ties for one in described)
-        arrays, holders = held_by([one.shards for one in described], members)
-        sampled = {rank: one.samples for rank, one in zip(members, described, strict=True)}
-        for name in _differing(sampled, target.url):
-            holders[name] = {box: ranks[:1] for box, ranks in holders[name].items()}
-        arrays = [meta for meta in arrays if meta.key not in ties]
-        if not arrays:
-            raise target.error(": no rank has a tensor to export; see names=", errors.ArgumentError)
-        layout = FileLayout.of(arrays, self.arguments.file_bytes, ties, SINGLE_NAME)
-        parts = place.part_bytes(layout)
-        blocks = plan_blocks(layout, arrays, holders, members, parts, place.in_order)
-        written = {meta.key: dtypes.torch_dtype(meta.dtype) for meta in arrays}
-        return ExportPlan(layout, blocks, written, place.begin(layout))
 
 
 def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
