@@ -35,7 +35,7 @@ from shardstore.inspection.opened import OpenCheckpoint
 from shardstore.loading.plan import elements_of, held_regions, whole_tensor
 from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_box
 from shardstore.progress import log_event
-from shardstore.saving.plain import digest
+from shardstore.saving.plain import sample
 from shardstore.saving.plan import data_of, plain_tensor
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -448,8 +448,8 @@ def _differing(sampled: Mapping[int, Mapping[str, bytes]], url: str) -> list[str
     """
     held: dict[str, dict[bytes, int]] = {}
     for rank, found in sampled.items():
-        for name, sample in found.items():
-            held.setdefault(name, {}).setdefault(sample, rank)
+        for name, digest in found.items():
+            held.setdefault(name, {}).setdefault(digest, rank)
     differing = [name for name, ranks in held.items() if len(ranks) > 1]
     if differing:
         logger.warning(
@@ -539,13 +539,12 @@ def _stored(checkpoint: OpenCheckpoint, meta: ArrayMeta, box: Box) -> torch.Tens
 
 
 def samples(tensors: Iterable[tuple[str, ShardedTensor]]) -> dict[str, bytes]:
-    """Return name -> digest of a few elements of each plain tensor. It shows whether ranks hold
-    copies of one tensor, or shards and tensors of their own."""
+    """Return name -> :func:`.sample` of each plain tensor. It shows whether ranks hold copies of
+    one tensor, or shards and tensors of their own."""
     return {
-        name: digest(tensor.data[tuple(slice(None, None, -(-n // 16) or 1) for n in shape)])
+        name: sample(tensor.data)
         for name, tensor in tensors
         if isinstance(tensor, ClaimedTensor) and not tensor.holders and tensor.data is not None
-        for shape in [tensor.data.shape]
     }
 
 

@@ -39,8 +39,9 @@ from shardstore.values.torch_values import require_loadable
 
 logger = logging.getLogger(__name__)
 
-SAMPLED = 256
-"""Number of elements at the end of a shard by which copies of ranks are compared."""
+COMPARED_WHOLE, SAMPLED = 16384, 4096
+"""Copies of a tensor of up to so many elements are compared whole; of a larger one, about so many
+elements."""
 REMEDY = (
     "Give a value that differs between ranks a key for each rank, or make it a ShardedObject; else "
     "make the copies equal"
@@ -203,16 +204,26 @@ class PlainValues:
 
 
 def samples_of(shards: Sequence[Any], *, compares: bool) -> dict[Any, bytes]:
-    """Return the identities of the shards that this rank claims, with digests of the last elements
-    of those of DTensors, if ranks compare them. Plain tensors are compared whole."""
+    """Return the identities of the shards that this rank claims, with a :func:`sample` of those of
+    DTensors, if ranks compare them. Plain tensors are compared whole."""
     found: dict[Any, bytes] = {}
     for identity, shard in zip(claims(shards), filter(is_claimed, shards), strict=True):
         found[identity] = b""
         data = shard.data if compares and shard.holders else None
         if data is not None and data.numel() and dtypes.is_plain(data):
-            last_row = data[(-1,) * (data.ndim - 1)].reshape(-1)
-            found[identity] = digest(last_row[-SAMPLED:])
+            found[identity] = sample(data)
     return found
+
+
+def sample(tensor: torch.Tensor) -> bytes:
+    """Return a digest by which ranks compare their copies of a tensor: that of all elements, or of
+    elements that are spread evenly over a large one, the last one included."""
+    if tensor.numel() > COMPARED_WHOLE:
+        most = int(SAMPLED ** (1 / tensor.ndim))
+        steps = [-(-n // most) for n in tensor.shape]
+        starts = [(n - 1) % step for n, step in zip(tensor.shape, steps, strict=True)]
+        tensor = tensor[tuple(slice(*one) for one in zip(starts, tensor.shape, steps, strict=True))]
+    return digest(tensor)
 
 
 def compare_samples(by_rank: Mapping[int, Mapping[Any, bytes]], url: str, *, equal: bool) -> None:

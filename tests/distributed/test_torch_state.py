@@ -335,9 +335,13 @@ def other_experts_under_one_key_are_told(rank: int, world_size: int, folder: Pat
     group = rank // (world_size // 2)
 
     def experts(value: float) -> Value:
-        local = torch.full((2, 3), value)
-        part = DTensor.from_local(local, mesh["dp"], [Shard(0)], run_check=False)
-        return {"experts": part, "norm": torch.ones(2)}
+        """They end with equal rows, as those whose length is padded."""
+        state: Value = {"norm": torch.ones(2)}
+        for name, rows in (("experts", 2), ("large", 200)):
+            local = torch.zeros(rows, 300)
+            local[: rows // 2] = value
+            state[name] = DTensor.from_local(local, mesh["dp"], [Shard(0)], run_check=False)
+        return state
 
     records = Records()
     logging.getLogger("shardstore").addHandler(records)
@@ -346,9 +350,10 @@ def other_experts_under_one_key_are_told(rank: int, world_size: int, folder: Pat
     shardstore.save(experts(7.0 + group), folder / "c")
     shardstore.save(experts(7.0 + group), folder / "unchecked", validate_access_integrity=False)
     logging.getLogger("shardstore").removeHandler(records)
-    texts = [text for text in records.texts if "1 value(s) differ between ranks" in text]
+    texts = [text for text in records.texts if "2 value(s) differ between ranks" in text]
     assert len(texts) == (rank == 0)
-    assert all("'experts' on ranks 2, 3 (that of rank 0 is saved)" in text for text in texts)
+    for name in ("experts", "large"):
+        assert all(f"'{name}' on ranks 2, 3 (that of rank 0 is saved)" in text for text in texts)
     error = raised(lambda: shardstore.save(experts(group), folder / "d", replicas="equal"))
     assert isinstance(error, AccessPatternError | RanksError)
     assert "'experts'" in str(error)
