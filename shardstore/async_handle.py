@@ -29,9 +29,10 @@ from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.saving.run import run_save
 from shardstore.saving.staging import Staging
 from shardstore.serialization import save_request
+from shardstore.storage.checkpoint import latest_save
 from shardstore.storage.options import SaveKeywords, SaveOptions
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.async_utils import AsyncRequest, in_background, latest_save, staged
+from shardstore.strategies.async_utils import AsyncRequest, in_background, staged
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from shardstore.loading.plan import assemble, plan_reads, require_cast, require_
 from shardstore.loading.read import read_chunks
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.serialization import load
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import StoredCheckpoint, settled
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.format import dtypes
@@ -225,7 +225,7 @@ class StorageReader(Placed, DcpStorageReader):
             KeyNameError: values at two paths have the same flat key.
             UnsafeObjectError: a pickled class of the common values is not allowed.
         """
-        stored = StoredCheckpoint(self._place, threads=self._threads)
+        stored = StoredCheckpoint(settled(self._place), threads=self._threads)
         stored.require()
         paths = self._find_values(stored)
         tensors = {key: (dtypes.torch_dtype(a.dtype), a.shape) for key, a in stored.arrays.items()}

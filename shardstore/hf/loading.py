@@ -40,6 +40,7 @@ from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_gr
 from shardstore.loading.run import LoadRequest
 from shardstore.progress import Meter, ProgressCallback, log_event, metered
 from shardstore.state_dict_utils import HeldShards, StateSplit
+from shardstore.storage.checkpoint import settled
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
@@ -47,7 +48,6 @@ from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_number
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location
-from shardstore.strategies.async_utils import latest_save
 from shardstore.validation import StrictHandling, report_keys
 
 logger = logging.getLogger(__name__)
@@ -217,8 +217,7 @@ class _Call(LoadRequest):
         if self.error is not None:
             raise self.error
         self.check()
-        if wait := latest_save.get(location.url):
-            wait()
+        settled(location)
         return _Asked(location, read_group(self.replica_group, self.share_replicas, location))
 
     def _open(

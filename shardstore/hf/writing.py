@@ -37,6 +37,7 @@ from shardstore.mapping import ShardedTensor, StateDict, apply_factories, local_
 from shardstore.progress import log_event
 from shardstore.saving.plain import sample
 from shardstore.saving.plan import data_of, plain_tensor
+from shardstore.storage.checkpoint import settled
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
@@ -44,7 +45,7 @@ from shardstore.storage.format.names import COMMITS, is_inside
 from shardstore.storage.movers.chunks import RegionRead, SmallFiles
 from shardstore.storage.options import require_bool, require_number
 from shardstore.storage.stores.location import Location, shown
-from shardstore.strategies.async_utils import AsyncRequest, latest_save
+from shardstore.strategies.async_utils import AsyncRequest
 
 logger = logging.getLogger(__name__)
 
@@ -352,8 +353,7 @@ class Export(BlockWriter):
         given = self.arguments
         target = self.target = given.target()
         target.require_shared(self.ranks.world_size)
-        if wait := latest_save.get(target.url):
-            wait()
+        settled(target)
         if self.ranks.is_coordinator:
             self.documents = given.documents()
         self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)

@@ -21,7 +21,12 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any, cast
 
 from shardstore import errors
-from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, unlocked_property
+from shardstore.storage.checkpoint import (
+    ReplacedError,
+    StoredCheckpoint,
+    settled,
+    unlocked_property,
+)
 from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
 from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.grid import Box
@@ -83,7 +88,7 @@ def _opened(place: Any, options: Mapping[str, Any] | None, attempt: str = "") ->
     Raises:
         ReplacedError: the checkpoint is that of another attempt.
     """
-    location = Location.of(place, options)
+    location = settled(Location.of(place, options))
     stored = StoredCheckpoint(location)
     stored.refused = {}
     try:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from shardstore.distributed.groups import Group, raise_together
 from shardstore.errors import CheckpointingException
 from shardstore.progress import Meter
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import StoredCheckpoint, settled
 from shardstore.storage.commit.inventory import check_integrity
 from shardstore.storage.format.documents import RootDocument
 from shardstore.storage.format.names import CONFIG_NAME
@@ -145,7 +145,7 @@ def opened(
         with checkpoint_dir.stored.unless_replaced():
             yield checkpoint_dir
         return
-    location = Location.of(checkpoint_dir, storage_options)
+    location = settled(Location.of(checkpoint_dir, storage_options))
     context = context_of(location)
     if context is not running.get():
         documents = location.read_ahead(["zarr.json"], START_BYTES)

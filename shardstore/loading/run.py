@@ -48,14 +48,13 @@ from shardstore.mapping import (
 )
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import HeldShards, StateSplit, is_plain
-from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, latest_save
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
-from shardstore.strategies.async_utils import latest_save
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
 from shardstore.values.torch_values import require_loadable
 

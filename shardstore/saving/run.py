@@ -26,6 +26,7 @@ from shardstore.saving.plain import PlainValues
 from shardstore.saving.plan import needing_layouts
 from shardstore.saving.session import Agreement, SaveSession, SplitState, Strategies
 from shardstore.state_dict_utils import StateSplit
+from shardstore.storage.checkpoint import latest_save
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
@@ -33,7 +34,7 @@ from shardstore.storage.commit.publish import RootContent
 from shardstore.storage.options import DEFAULTS, SaveOptions, require_bool
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
-from shardstore.strategies.async_utils import AsyncRequest, latest_save
+from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import AsyncSaveShardedStrategy, called
 
 

@@ -48,8 +48,18 @@ for each chunk."""
 LAYOUT = ("zarr", 2)
 """Backend and version in ``metadata.json`` of checkpoints with a root document."""
 
+latest_save: dict[str, Callable[[], object]] = {}
+"""URL of the latest asynchronous save of this process -> waits for its end."""
 
 T = TypeVar("T")
+
+
+def settled(location: Location) -> Location:
+    """Return a location after the end of this process's asynchronous save to it, so that no older
+    state is read, or committed last."""
+    if wait := latest_save.get(location.url):
+        wait()
+    return location
 
 
 class unlocked_property(cached_property[T]):  # noqa: N801 (as functools names it)

@@ -30,10 +30,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-latest_save: dict[str, Callable[[], object]] = {}
-"""URL of the latest asynchronous save of this process -> waits for its end. Other saves and loads
-of this URL call it, so that no older state is committed last, and none is loaded."""
-
 _QUEUES = (
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
     "megatron.core.dist_checkpointing.strategies.async_utils",

@@ -9,6 +9,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import shardstore
+from shardstore.dcp import StorageReader
 from shardstore.distributed import coordinator as ranks
 from shardstore.errors import (
     CheckpointingException,
@@ -258,17 +261,30 @@ def a_save_to_the_same_place_waits_for_it(rank: int, world_size: int, folder: Pa
 
 def loads_of_the_same_place_wait_for_it(rank: int, world_size: int, folder: Path) -> None:
     """Else they would return the older state, and a manager would restore an older step."""
+
+    def by_dcp(place: Path) -> object:
+        found = {"step": -1}
+        dcp.load(found, storage_reader=StorageReader(place))
+        return found["step"]
+
+    ways: list[Callable[[Path], object]] = [
+        lambda place: shardstore.load(state_of(rank, world_size)[0], place)["step"],
+        lambda place: shardstore.load_common_state_dict(place)["step"],
+        lambda place: shardstore.load_plain_tensors(place)["step"],
+        lambda place: shardstore.open(place).common["step"],
+        by_dcp,
+    ]
     manager = shardstore.CheckpointManager(folder, prefix="c")
-    for step, number in ((0, 1), (1, 1)):  # the second one replaces the first
+    # Each one replaces the first.
+    for step, read in enumerate([lambda _: None, *ways]):
         gated = Gated()
         state, tensors = state_of(rank, world_size)
         state["step"] = step
-        handle = manager.async_save(number, state, sharded_strategy=gated, overwrite=True)
+        handle = manager.async_save(1, state, sharded_strategy=gated, overwrite=True)
         spoil(tensors)
-        threading.Timer(0.5, gated.gate.set).start()
+        threading.Timer(0.3, gated.gate.set).start()
         if step:
-            wanted, _ = state_of(rank, world_size)
-            assert shardstore.load(wanted, folder / "c1")["step"] == 1
+            assert read(folder / "c1") == step
         else:
             restored = manager.restore(state_of(rank, world_size)[0])
             assert (restored.step, restored.state["step"]) == (1, 0)
