@@ -331,7 +331,8 @@ class ShardstoreTarget(Target):
         """Abandon the attempt of an earlier run, begin a new one, and return its id."""
         if left is not None and (old := checkpoints.resumed(self._output, left, self._options)):
             old.abandon()
-        self._attempt = checkpoints.begin(self._output, self._options)
+        nodes = [meta.node for meta in self.arrays]
+        self._attempt = checkpoints.begin(self._output, self._options, nodes)
         return self._attempt.id
 
     def resume(self, state: Any) -> bool:

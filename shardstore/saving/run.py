@@ -31,6 +31,7 @@ from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
 from shardstore.storage.commit.publish import RootContent
+from shardstore.storage.format.names import node_name
 from shardstore.storage.options import DEFAULTS, SaveOptions, require_bool
 from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
@@ -113,7 +114,8 @@ def begin(request: SaveRequest) -> Started:
         base_documents=None if state.base is None else read_base(state.base),
         copy_reporters=(request.ranks.rank,),
     )
-    attempt = checkpoints.begin(state.target, state.options)
+    nodes = (node_name(shard.key) for shard in state.shards)
+    attempt = checkpoints.begin(state.target, state.options, nodes)
     try:
         return Started(SaveSession(request.ranks, state, agreed, attempt), state)
     except BaseException:
@@ -427,7 +429,8 @@ class _Desk:
         equal = state.options.replicas == "equal"
         plain.compare_samples(claimed_by, state.target.url, equal=equal)
         base = None if state.base is None else read_base(state.base)
-        self.attempt = checkpoints.begin(state.target, state.options)
+        nodes = (node_name(shard.key) for shard in state.shards)
+        self.attempt = checkpoints.begin(state.target, state.options, nodes)
         # The first rank with each set of copies.
         copy_reporters = {
             one.copies: rank for rank, one in reversed(openings.items()) if one.copies

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -42,12 +42,13 @@ class Commits(Protocol[P]):
 _COMMITS: Mapping[type[Location], Commits[Any]] = {LocalFolder: folder, ObjectPrefix: objects}
 
 
-def begin(place: Location, options: SaveOptions) -> Attempt:
-    """Begin an attempt at a place. The coordinator calls it.
+def begin(place: Location, options: SaveOptions, nodes: Iterable[str] = ()) -> Attempt:
+    """Begin an attempt at a place. The coordinator calls it. ``nodes``: the names of the arrays, as
+    far as they are known.
 
     Raises:
         CheckpointExistsError: the place is an array or a file, or holds a checkpoint and
-            ``overwrite`` is false.
+            ``overwrite`` is false; or another program's folder has the name of an array.
         StorageError: the store failed.
     """
     if options.overwrite and identity.node_type(place) == "array":
@@ -56,6 +57,8 @@ def begin(place: Location, options: SaveOptions) -> Attempt:
             "checkpoint, or save elsewhere",
             CheckpointExistsError,
         )
+    if isinstance(place, LocalFolder):
+        return folder.begin(place, options, nodes=nodes)
     return _COMMITS[type(place)].begin(place, options)
 
 

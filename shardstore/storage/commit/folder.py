@@ -25,7 +25,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, cached_property, partial
@@ -162,13 +162,7 @@ class FolderAttempt(Attempt):
         source, target = self.location.url, self.target.url
         if not self.overwrite and is_taken(self.target, self.commits):
             raise exists_error(self.target, meanwhile=True)
-        both = set(there := self.target.listing()).intersection(there and self.location.listing())
-        if others := both and folders_of_others(self.target, both):
-            raise self.target.error(
-                f" has a folder {min(others)!r} that no save wrote, and an array or object of the "
-                "checkpoint has this name; move it away, or save elsewhere",
-                CheckpointExistsError,
-            )
+        _require_own(self.target, self.location.listing())
         _exchange(source, target)
         if not self.overwrite and is_taken(self.location, self.commits):
             # Another process committed between the check and the exchange.
@@ -293,20 +287,37 @@ def _own_entries(place: Location) -> set[str]:
     return {name.partition("/")[0] for name in own} | {OWNER_NAME}.intersection(names)
 
 
-def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMITS) -> FolderAttempt:
+def _require_own(target: Location, names: Iterable[str]) -> None:
+    """Raise :class:`CheckpointExistsError` if the target has a folder of another program with one
+    of these names."""
+    both = set(target.listing()).intersection(names)
+    if others := both and folders_of_others(target, both):
+        raise target.error(
+            f" has a folder {min(others)!r} that no save wrote, and an array or object of the "
+            "checkpoint has this name; move it away, or save elsewhere",
+            CheckpointExistsError,
+        )
+
+
+def begin(
+    place: Location,
+    options: SaveOptions,
+    commits: Sequence[str] = COMMITS,
+    nodes: Iterable[str] = (),
+) -> FolderAttempt:
     """Begin an attempt at a target. Only the coordinator calls it. ``commits`` are the names of the
-    documents that tell that it is taken. The attempt has the mode and the group of an existing
-    folder, which it replaces.
+    documents that tell that it is taken, ``nodes`` the known names of arrays. The attempt has the
+    mode and the group of an existing folder, which it replaces.
 
     Raises:
-        CheckpointExistsError: the target is a file, or holds a checkpoint and ``overwrite`` is
-            false.
+        CheckpointExistsError: the target is a file, holds a checkpoint and ``overwrite`` is false,
+            or has another program's folder in the place of an array.
         StorageError: the target is a mount point or the working directory, or the attempt's folder
             cannot be created.
     """
     target = LocalFolder(os.path.realpath(place.url))
     if os.path.lexists(target.url):
-        _require_replaceable(target, options, commits)
+        _require_replaceable(target, options, commits, nodes)
     for left in leftovers(*os.path.split(target.url)):
         sweep(left)
     last = secrets.token_hex(8)
@@ -325,7 +336,9 @@ def begin(place: Location, options: SaveOptions, commits: Sequence[str] = COMMIT
     return attempt
 
 
-def _require_replaceable(target: Location, options: SaveOptions, commits: Sequence[str]) -> None:
+def _require_replaceable(
+    target: Location, options: SaveOptions, commits: Sequence[str], nodes: Iterable[str]
+) -> None:
     """Raise the errors of :func:`begin` if a save cannot replace what exists at a target."""
     if not target.is_dir():
         raise target.error(" is a file; give a folder's path to save to", CheckpointExistsError)
@@ -338,7 +351,9 @@ def _require_replaceable(target: Location, options: SaveOptions, commits: Sequen
             " is the working directory of this process, which the save would replace; save to a "
             "folder below it"
         )
-    if is_taken(target, commits) and not options.overwrite:
+    if not is_taken(target, commits):  # else only the commit looks, because it takes long
+        _require_own(target, nodes)
+    elif not options.overwrite:
         raise exists_error(target)
 
 

@@ -199,6 +199,15 @@ def test_a_folder_of_another_program_is_not_replaced_by_that_of_an_array(
 ) -> None:
     mine = put(target, *names, text="mine")
     (target / "empty").mkdir()
+    told: list[object] = []
+    with pytest.raises(CheckpointExistsError, match="'w' that no save wrote"):  # at the beginning
+        shardstore.save(
+            {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))},
+            target,
+            overwrite=overwrite,
+            progress=told.append,
+        )
+    assert not told
     with pytest.raises(CheckpointExistsError, match="'w' that no save wrote"):
         save(target, "one", overwrite=overwrite)
     assert content(target) == mine
