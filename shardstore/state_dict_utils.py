@@ -31,7 +31,6 @@ from shardstore.utils import extract_nonpersistent, extract_sharded_base
 from shardstore.values.record import LIST_LENGTH
 
 _SHARDED, _COMMON, _LOCAL, _EMPTY, _FACTORY = "sharded", "common", "local", "empty", "factory"
-_PLAIN = (int, float, bool, str, type(None))
 _Parts: TypeAlias = dict[str, Any]
 _Walked: TypeAlias = tuple[set[str], _Parts]
 
@@ -251,7 +250,7 @@ class StateSplit:
             nothing: Any = dict_utils.empty_like(x) if isinstance(x, dict) else []
             return {_COMMON}, {} if self._loading else {_COMMON: nothing}
         is_list, walked = isinstance(x, list), []
-        if is_list and all(type(value) in _PLAIN for value in x):
+        if is_list and dict_utils.is_flat(x):
             # One value, because a data loader may have a million numbers.
             return self._leaf([*x], path, built=built)
         for key, value in list(enumerate(x) if isinstance(x, list) else x.items()):

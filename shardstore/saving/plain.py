@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
-from shardstore.dict_utils import Path, Position, diff, dotted, united
+from shardstore.dict_utils import Path, Position, diff, dotted, is_flat, united
 from shardstore.distributed.groups import first_of
 from shardstore.dtensor.layout import ClaimedTensor, are_adopted, claims, is_claimed
 from shardstore.errors import AccessPatternError, StructureError
@@ -70,7 +71,7 @@ class Leaf(NamedTuple):
     Attributes:
         digest: digest of the value; empty if it is not compared.
         is_array: whether it is a plain tensor that became an array.
-        values: the value alone; empty for a plain tensor, and for the coordinator's.
+        values: the value alone; empty for a plain tensor of another rank than the coordinator.
     """
 
     digest: bytes
@@ -167,22 +168,25 @@ class PlainValues:
             AccessPatternError: the values of two ranks do not fit into one state dict, or differ.
         """
         coordinator, *others = ranks
-        by_rank = dict(zip(ranks, reports, strict=True))
-        held = {
-            path: (coordinator, Leaf(digest, path in self.arrays))
+        by_rank: dict[int, dict[Path, Leaf]]
+        by_rank = dict(zip(ranks, map(pickle.loads, reports), strict=True))
+        by_rank[coordinator] = {
+            path: Leaf(digest, path in self.arrays, (self.leaves[path],))
             for path, digest in self.digests.items()
         }
-        structure = _nested({path: _shape(self.leaves[path]) for path in held})
+        by_rank = _alike(by_rank)
+        held = {path: (coordinator, leaf) for path, leaf in by_rank[coordinator].items()}
+        structure = _nested({at: _shape(*leaf.values) for at, (_, leaf) in held.items()})
         differing: dict[Path, list[int]] = {}
         for rank in others:
             new: dict[Path, Leaf] = {}
-            for path, leaf in pickle.loads(by_rank[rank]).items():
+            for path, leaf in by_rank[rank].items():
                 owner, first = held.setdefault(path, (rank, leaf))
                 if owner == rank:
                     new[path] = leaf
                 elif leaf.is_array != first.is_array:
                     raise _conflict(url, path, rank, f"rank {owner} has a tensor or another value")
-                elif leaf.digest and first.digest and not self._same(path, first, leaf):
+                elif leaf.digest and first.digest and not _is_same(first, leaf):
                     differing.setdefault(path, [owner]).append(rank)
             try:
                 shapes = {path: _shape(*leaf.values) for path, leaf in new.items()}
@@ -194,13 +198,41 @@ class PlainValues:
         if differing:
             _tell(differing, url, equal=equal)
 
-    def _same(self, path: Path, first: Leaf, other: Leaf) -> bool:
-        if first.digest == other.digest:
-            return True
-        if not other.values:
-            return False
-        held = first.values or (self.leaves[path],)
-        return not any(diff([*held], [*other.values]))
+
+def _is_same(one: Leaf, other: Leaf) -> bool:
+    if one.digest == other.digest or not other.values:
+        return one.digest == other.digest
+    if _length(one):  # as long as the other one
+        return one.values == other.values
+    return not any(diff([*one.values], [*other.values]))
+
+
+def _length(leaf: Leaf) -> int:
+    """Return the length of a list of numbers and text; 0 for all else."""
+    return sum(len(value) for value in leaf.values if is_flat(value))
+
+
+def _alike(by_rank: Mapping[int, Mapping[Path, Leaf]]) -> dict[int, dict[Path, Leaf]]:
+    """Return the leaves of all ranks, with a leaf for each element of a list of which another rank
+    has something else than such a list of the same length, as one with tensors in it."""
+    lengths = defaultdict[Path, set[int]](set)
+    for path, leaf in chain.from_iterable(leaves.items() for leaves in by_rank.values()):
+        lengths[path].add(_length(leaf))
+        for n in range(1, len(path)):
+            lengths[path[:n]].add(0)
+
+    def parts(path: Path, leaf: Leaf) -> Iterator[tuple[Path, Leaf]]:
+        if len(lengths[path]) == 1 or _length(leaf) == 0:
+            yield path, leaf
+            return
+        for number, item in enumerate(leaf.values[0]):
+            hashed = digest(item) if leaf.digest else b""
+            yield (*path, Position(number)), Leaf(hashed, False, (item,))
+
+    return {
+        rank: dict(chain.from_iterable(starmap(parts, leaves.items())))
+        for rank, leaves in by_rank.items()
+    }
 
 
 def samples_of(shards: Sequence[Any], *, compares: bool) -> dict[Any, bytes]:
@@ -262,13 +294,14 @@ def _tell(differing: Mapping[Path, Sequence[int]], url: str, *, equal: bool) -> 
 
 
 def _walked(x: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every value of nested dicts and lists, and every empty dict and list, with its path."""
+    """Yield every value of nested dicts and lists, and every list of numbers and text and empty
+    dict and list, with its path."""
     is_list = isinstance(x, list) or LIST_LENGTH in x
     for name, value in x.items() if isinstance(x, dict) else enumerate(x):
         if name == LIST_LENGTH:
             continue
         here = (*path, Position(name) if is_list else name)
-        if isinstance(value, dict | list) and value:
+        if isinstance(value, dict | list) and value and not is_flat(value):
             yield from _walked(value, here)
         else:
             yield here, value

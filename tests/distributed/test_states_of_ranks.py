@@ -58,7 +58,7 @@ def stages(rank: int, world_size: int) -> State:
     return {
         "model": {f"layer{rank}": torch.full((2, 3), float(rank + 1))},
         "optim": {"state": {rank: {"exp_avg": torch.full((4,), -float(rank)), "n": 10 + rank}}},
-        f"loader{rank}": {"position": 100 + rank, "seen": [(rank, 1)]},
+        f"loader{rank}": {"position": 100 + rank, "seen": [(rank, 1)], "tokens": [rank, 2.5, "a"]},
         "step": 7,
     }
 
@@ -192,6 +192,8 @@ def differing(rank: int) -> State:
         "running_mean": torch.zeros(2),
         "loss": float(rank),
         "tags": {"a", "b", "c"},
+        "tokens": [1, rank, "text"],
+        "longer": [1, 2, 3][: rank + 1],
         "late": [1] if rank == 0 else [1, torch.ones(1) * rank],
         "step": 5,
     }
@@ -206,10 +208,12 @@ def _differ(rank: int, world_size: int, folder: Path) -> None:
             shardstore.save(own, place / "c")
             state = loaded(place / "c", own)
         assert (state["rng"], state["loss"], state["tags"]) == ([0, 1, 2], 0.0, {"a", "b", "c"})
+        assert (state["tokens"], state["longer"]) == ([1, 0, "text"], [1, 2, 3])
         assert state["late"] == ([1, [1.0]] if rank else [1])
         assert len(texts) == (rank == 0)
-        for word in ("'rng' on ranks 1, 2", "'late.1' on ranks 2", "ShardedObject", "='equal'"):
-            assert rank or word in texts[0]
+        differ = ("'rng' on ranks 1, 2", "'tokens' on ranks 1, 2", "'late.1' on ranks 2")
+        for word in (*differ, ": 4 value(s)", "ShardedObject", "='equal'"):
+            assert rank or word in texts[0], texts
         error = str(raised(lambda: shardstore.save(own, place / "d", replicas="equal")))  # noqa: B023
         for word in ("replicas='equal'", "'rng' on ranks 1, 2", "'loss' on ranks 1, 2"):
             assert word in error, error
