@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import msgspec
 import numpy as np
@@ -202,6 +202,12 @@ def _channel(purpose: str, members: Members) -> Channel:
     return channel
 
 
+def _weakly(channel: Channel | None) -> Callable[[], Channel | None]:
+    """Return what finds a channel as long as its process group exists. An error that a program
+    keeps refers to the ranks of a step, and a channel to the store of the group."""
+    return (lambda: None) if channel is None else ref(channel)
+
+
 def _first_wait_s(deadline_s: float) -> float:
     """Return the seconds to wait for a rank at the first connection: until the deadline, or the
     shortest timeout of the default process group's backends."""
@@ -233,7 +239,7 @@ class Ranks:
     deadline_s: float = DEFAULT_DEADLINE_S
     failed: bool = False
     problem: CheckpointingException | None = None
-    _channel: Channel | None = field(default=None, repr=False)
+    _held: Callable[[], Channel | None] = field(default=lambda: None, repr=False)
     world_size: int = field(init=False)
     is_coordinator: bool = field(init=False)
 
@@ -267,7 +273,7 @@ class Ranks:
         if not members:
             raise ArgumentError(f"rank {rank} is not in process_group; only its ranks call this")
         channel = _channel(purpose, members) if len(members) > 1 else None
-        ranks = cls(rank, members, _channel=channel)
+        ranks = cls(rank, members, _held=_weakly(channel))
         try:
             ranks.deadline_s = deadline_from_environment()
         except CheckpointingException as error:
@@ -291,7 +297,7 @@ class Ranks:
         if channel.is_connected and channel.posted() is not None:  # another rank lost a connection
             channel.is_broken = True
             channel = _channel(purpose, self.members)
-        ranks = replace(self, _channel=channel)
+        ranks = replace(self, _held=lambda: channel)  # a thread may outlive the process group
         if not channel.is_connected:
             ranks.together(what=f"connecting the ranks for the {purpose}")
         return ranks
@@ -299,7 +305,12 @@ class Ranks:
     @property
     def is_broken(self) -> bool:
         """Whether a rank was lost, so that no further collective step is possible."""
-        return self._channel is not None and self._channel.is_broken
+        channel = self._channel
+        return self.world_size > 1 and (channel is None or channel.is_broken)
+
+    @property
+    def _channel(self) -> Channel | None:
+        return self._held()
 
     def together(
         self,
@@ -351,7 +362,7 @@ class Ranks:
             if status == _OK:
                 return answer
             error = answer
-        self.failed = True
+        self.failed, self._held = True, _weakly(self._channel)
         raise error
 
     @contextmanager
@@ -482,8 +493,8 @@ class Ranks:
         It waits for them until the deadline, or for the timeout of the default process group if
         that is shorter. If a rank does not connect, :meth:`exchange` raises the error.
         """
-        if self._channel is not None:
-            self._channel.connect(ranks, _first_wait_s(self.deadline_s))
+        if (channel := self._channel) is not None:
+            channel.connect(ranks, _first_wait_s(self.deadline_s))
 
     # -- pieces of chunks ----------------------------------------------------------------------
 

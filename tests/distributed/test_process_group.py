@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
 from shardstore import ShardedTensor
+from shardstore.errors import CheckpointingException
 from tests.helpers.ranks_helper import join, run_ranks
 
 
@@ -49,6 +50,7 @@ def test_a_default_group_without_cpu_tensors(tmp_path: Path) -> None:
 
 def made_anew(rank: int, world: int, folder: Path, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    kept = []
     for number in range(4):
         ended = folder / f"ended-{number}"
         dist.barrier()
@@ -65,11 +67,18 @@ def made_anew(rank: int, world: int, folder: Path, port: int) -> None:
         wanted = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, rank, world))
         found: Any = shardstore.load({"w": wanted}, folder / f"step-{number}")
         assert torch.equal(found["w"], data)
+        for call in (shardstore.save, shardstore.load):
+            with pytest.raises(CheckpointingException) as caught:
+                call({"w": tensor if rank else 1}, folder / f"step-{number}")
+            kept.append(caught.value)
+        tensor.axis_fragmentations = (5, 1) if rank else (2, 1)
+        kept.append(shardstore.async_save({"w": tensor}, folder / "bad").exception(60))
+        assert isinstance(kept[-1], CheckpointingException)
 
 
 def test_a_process_group_that_is_made_anew_at_the_same_address(tmp_path: Path) -> None:
     """As a trainer that restarts in its processes makes it: the store of the last group has ended
-    with it, and no rank meets addresses of then."""
+    with it, also if the program keeps errors, and no rank meets addresses of then."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     run_ranks(made_anew, 2, tmp_path, port)

@@ -71,7 +71,7 @@ class Unreachable:
 
 def test_ranks_that_cannot_be_told_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     channel: Any = Unreachable()
-    ranks = replace(Ranks.current(), members=range(6), _channel=channel)
+    ranks = replace(Ranks.current(), members=range(6), _held=lambda: channel)
     ranks.together(what="testing")
     (text,) = [record.getMessage() for record in caplog.records]
     assert text.startswith(
