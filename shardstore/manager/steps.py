@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from shardstore import errors
@@ -52,6 +52,7 @@ class StepInfo:
         content: digest of all arrays, see :func:`content_digest`; ``None`` if there is none.
         saved: time when the save began, in nanoseconds since 1970, greater for later saves even if
             clocks differ. ``None``: no manager saved it.
+        clock: time of the commit in nanoseconds, as the clock of then had it; default: ``saved``.
     """
 
     step: int
@@ -59,6 +60,7 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     content: str | None = None
     saved: int | None = None
+    clock: int | None = None
 
     def mark(self) -> dict[str, Any]:
         """Return the member for the content metadata. NaN and infinities are text, for JSON."""
@@ -213,7 +215,11 @@ class Steps:
                 metrics[name] = float(value)
         saved = mark.get("saved_ns")
         saved = saved if isinstance(saved, int) else None
-        return StepInfo(step, mark.get("step") == step, metrics, content, saved)
+        clock = saved
+        with suppress(LookupError, TypeError, ValueError):
+            created = datetime.fromisoformat(stored.root.commit["created"])
+            clock = int(created.timestamp()) * 10**9
+        return StepInfo(step, mark.get("step") == step, metrics, content, saved, clock)
 
     @contextmanager
     def using(self, steps: Collection[int]) -> Iterator[None]:
@@ -482,10 +488,13 @@ class Retention:
             keep.update(step for step in steps if step % self.keep_every == 0)
         keep.update(filter(self._is_chosen, steps))
         if self.keep_for is not None:
-            times = {step: info.saved for step, info in steps.items() if info.saved is not None}
+            # By the clocks of then: one that was ahead once would keep all later steps. A step of
+            # the future stays, because the clock of the newest one may be wrong.
+            saved = {step: info.saved for step, info in steps.items() if info.saved is not None}
+            times = {step: steps[step].clock or when for step, when in saved.items()}
+            newest = times[max(saved, key=saved.__getitem__)] if saved else 0
             span = self.keep_for // timedelta(microseconds=1) * 1000
-            oldest = max(times.values(), default=0) - span
-            keep.update(step for step, saved in times.items() if saved >= oldest)
+            keep.update(step for step, when in times.items() if when >= newest - span)
         if self.best is not None and self.metric is not None:
             values = {step: info.metrics.get(self.metric, math.nan) for step, info in steps.items()}
             ranked = [step for step in newest_first if math.isfinite(values[step])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,27 @@ def test_a_function_keeps_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert manager.steps() == [2, 6, 7, 8]
     (text,) = warnings_of(caplog)
     assert "keep_if(6) raised KeyError: 6; no step is deleted" in text
+
+
+def test_a_wrong_clock_keeps_no_later_steps_and_deletes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later saves are ordered after it, a nanosecond apart; ``keep_for`` counts their own times."""
+    far, hour = 2**62, 3600 * 10**9
+    with CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time_ns", lambda: far)
+            manager.save(1, state_of(1))
+        manager.save(2, state_of(2))
+    infos = manager._steps.infos()
+    assert [infos[step].saved for step in (1, 2)] == [far, far + 1]
+    assert abs((infos[2].clock or 0) - time.time_ns()) < hour
+    clocks = {1: far, 2: hour, 3: 4 * hour, 4: 5 * hour, 5: 5 * hour - 10**9}
+    steps = {n: StepInfo(n, saved=far + n, clock=clock) for n, clock in clocks.items()}
+    two_hours = Retention(keep_for=timedelta(hours=2))
+    assert two_hours.kept(steps) == {1, 3, 4, 5}
+    steps[6] = StepInfo(6, saved=far + 6, clock=hour)  # a clock that went back
+    assert two_hours.kept(steps) == {*steps}
 
 
 steps_and_losses = st.dictionaries(
