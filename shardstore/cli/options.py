@@ -160,8 +160,10 @@ def require_output(output: str) -> Path:
     """Check the argument ``--output``, and return the file to write.
 
     Raises:
-        UsageProblem: ``output`` is a URL or a folder, or its folder does not exist.
+        UsageProblem: ``output`` is a URL, ``-`` or a folder, or its folder does not exist.
     """
+    if output == "-":
+        raise UsageProblem("--output '-': give the path of a file, such as /dev/stdout")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", output):
         raise UsageProblem(
             f"--output {output!r} is a URL: give the path of a local file, and upload that file"

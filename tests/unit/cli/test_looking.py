@@ -292,6 +292,7 @@ WRONG = [
     (["plot", "sizes", "PLACE", "-o", "s3://bucket/x.png"], "is a URL: give the path of a local"),
     (["report", "PLACE", "-o", "s3:/bucket/x.html"], "is a URL: give the path of a local file"),
     (["report", "PLACE", "-o", "file:///folder/x"], "is a URL: give the path of a local file"),
+    (["report", "PLACE", "-o", "-"], "give the path of a file"),
     (["rm", "PLACE"], "--yes"),
     (["rm", "PLACE/counts", "--yes"], "not a checkpoint"),
     (["ls", "PLACE/counts"], "give the checkpoint, "),
