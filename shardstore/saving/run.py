@@ -7,12 +7,16 @@ Every rank learns of an error on any rank before a byte is written, and again at
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch.distributed as dist
 import xxhash
 
 from shardstore import coverage, errors, mapping, validation
@@ -37,6 +41,8 @@ from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import AsyncSaveShardedStrategy, called
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -109,6 +115,16 @@ def begin(request: SaveRequest) -> Started:
     if request.ranks.world_size > 1:
         return _begin_together(request)
     state = split_state(request)
+    rank, url = os.environ.get("RANK", "").lstrip("0"), state.target.url
+    has_own = rank in re.findall(r"0*(\d+)(?![0-9A-Za-z])", url)
+    if rank and not has_own and not dist.is_initialized():  # rank 0 may save for all
+        logger.warning(
+            "saving to %s: RANK=%s saves alone, as if no other rank did, because there is no "
+            "process group: call torch.distributed.init_process_group() first, so that all ranks "
+            "save one checkpoint, or give each rank a place of its own",
+            url,
+            rank,
+        )
     agreed = Agreement(
         exchange_layouts=bool(needing_layouts(state.shards)),
         base_documents=None if state.base is None else read_base(state.base),

@@ -19,6 +19,7 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import CheckpointingException
 from tests.helpers.ranks_helper import join, run_ranks
+from tests.helpers.scenarios import logged
 
 
 def without_cpu_tensors(rank: int, world: int, folder: str) -> list[float]:
@@ -82,6 +83,28 @@ def test_a_process_group_that_is_made_anew_at_the_same_address(tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     run_ranks(made_anew, 2, tmp_path, port)
+
+
+def launched_alone(rank: int, world: int, folder: Path) -> list[int]:
+    """Return how many warnings each save logs: to one place, of rank 0, and to places of ranks."""
+    dist.destroy_process_group()
+    seen = []
+    for place in (
+        f"run{rank}x",
+        "alone" if rank == 0 else f"own/{rank:03}",
+        f"run-1{rank}/rank-{rank}",
+    ):
+        with logged() as texts:
+            shardstore.save({"w": torch.ones(2)}, folder / place, overwrite=True)
+        words = (f"RANK={rank} ", str(folder / place), "init_process_group", "of its own")
+        assert all(word in text for text in texts for word in words), texts
+        seen.append(len(texts))
+    return seen
+
+
+def test_a_launched_rank_without_a_process_group_is_told(tmp_path: Path) -> None:
+    """Of ranks that save to one place, each would replace the checkpoint of the others."""
+    assert run_ranks(launched_alone, 3, tmp_path) == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
 
 
 def rows(rank: int, world_size: int) -> dict[str, Any]:

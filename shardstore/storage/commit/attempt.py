@@ -45,7 +45,10 @@ class SupersededError(StorageError):
 
 def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointingException:
     """Return the error for a target that holds a checkpoint, or got one during the save."""
-    what = ": another checkpoint was committed there while this one was being written"
+    what = (
+        ": another process committed a checkpoint there while this one was being written (ranks "
+        "that save one checkpoint need init_process_group())"
+    )
     if not meanwhile:
         what = f" and holds {what_else(place) or 'a checkpoint'}"
     text = f" already exists{what}; pass overwrite=True to replace it, or save elsewhere"
