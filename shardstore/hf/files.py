@@ -429,7 +429,8 @@ class FileLayout:
         header: dict[str, Any] = {METADATA: metadata}
         stop = 0
         for meta in arrays:
-            if meta.key == METADATA or any("\ud800" <= one <= "\udfff" for one in meta.key):
+            is_text = meta.key.isascii() or not any("\ud800" <= c <= "\udfff" for c in meta.key)
+            if meta.key == METADATA or not is_text:
                 raise errors.KeyNameError(
                     f"safetensors takes no tensor of the name {meta.key!r}; rename it", key=meta.key
                 )

@@ -44,6 +44,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMITS, is_inside
 from shardstore.storage.movers.chunks import RegionRead, SmallFiles
 from shardstore.storage.options import require_bool, require_number
+from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 
@@ -328,6 +329,7 @@ class Export(BlockWriter):
     started: float = 0.0
     staging: None = None
 
+    @collector_paused()
     def begin(self) -> None:
         """Agree with all ranks on the files. Every rank calls it and waits for all others."""
         what = f"exporting to {shown(self.arguments.place)}"
