@@ -379,11 +379,8 @@ class _MappedFile:
             return
         memory = as_bytes(out) if out.flags.c_contiguous else scratch(last - first)
         with store_errors("reading", self._path):
-            position = 0
-            while position < len(memory):
-                got = os.preadv(self._fd, [memory[position:].data], first + position)
-                if not got:
-                    raise EOFError(f"{self._path} ends at byte {first + position}")
-                position += got
+            got = _fill(self._fd, memory.data, first)
+        if got < len(memory):
+            raise EOFError(f"{self._path} ends at byte {first + got}")
         if not out.flags.c_contiguous:
             out[...] = view_in_chunk(memory, out, shape)
