@@ -515,15 +515,3 @@ def test_waiting_for_a_handle_may_time_out(tmp_path: Path) -> None:
         handle.result(0)
     gated.gate.set()
     handle.result(60)
-
-
-@pytest.mark.parametrize("wrong", [{"when_busy": "panic"}, {"at_exit": "explode"}])
-def test_an_unknown_choice_is_refused_and_nothing_is_saved(
-    tmp_path: Path, wrong: dict[str, Any]
-) -> None:
-    """Above all at_exit: taken for "abort", it would drop the save."""
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
-    ((name, given),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name}='{given}' must be 'wait' or"):
-        shardstore.async_save(state, tmp_path / "c", **wrong)
-    assert list(tmp_path.iterdir()) == []

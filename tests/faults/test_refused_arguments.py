@@ -30,6 +30,7 @@ from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.options import SaveKeywords, WriterKeywords
 from shardstore.storage.stores.location import Location
+from shardstore.strategies.torch import TorchDistSaveShardedStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
 
@@ -93,6 +94,14 @@ def strategy(_: Path, **options: Any) -> object:
     return ZarrSaveShardedStrategy("zarr", 2, **options)
 
 
+def torch_dist(_: Path, **options: Any) -> object:
+    return TorchDistSaveShardedStrategy(**options)
+
+
+def install_it(_: Path, **options: Any) -> object:
+    return install(**options)
+
+
 def verify_it(place: Path, **options: Any) -> list[Finding]:
     found: list[Finding] = []
     verify(StoredCheckpoint(Location.of(place)), found.append, **options)
@@ -103,19 +112,30 @@ Functions = tuple[Callable[..., object], ...]
 SAVES = (save, save_later, save_managed)
 LOADS = (load, shardstore.load_plain_tensors)
 GROUP = "replica_group=.* must be a process group.*or None"
+OPTIONS = "storage_options must be a dict.* of type list"
 SLICES = "key 'w' of shape .* give a list of slices"
 DEVICES = ["nowhere", "cpu:x", "cuda:99", 1.5]
 WRONG: list[tuple[Functions, str, list[Any], str]] = [
     (SAVES, "compression", ["lz9"], "compression={} must be 'zstd', 'blosc' or None"),
+    (
+        SAVES,
+        "options",
+        [{"durable": False}],
+        "a shardstore.SaveOptions, such as .* or None",
+    ),
+    (SAVES[1:2], "when_busy", ["panic"], "when_busy={} must be 'wait' or"),
+    (SAVES[1:2], "at_exit", ["explode"], "at_exit={} must be 'wait' or"),
+    (SAVES[:1], "async_strategy", ["gloo"], "{} must be 'mcore', 'nvrx'"),
     (SAVES, "staging_budget_bytes", [-1], "staging_budget_bytes={}"),
     (SAVES, "progress", ["bars"], "progress={}"),
     (SAVES, "content_metadata", [[1]], "content_metadata=.* must be a dict"),
     (SAVES, "base", [""], "empty"),
     (SAVES, "threads", [2], "has no keyword threads; it takes "),
     ((save, save_later, load), "replica_group", [3, "dp", [0, 1]], GROUP),
-    ((save, load), "storage_options", [["x"]], "storage_options must be a dict.* of type list"),
+    ((save, load, shardstore.open, install_it), "storage_options", [["x"]], OPTIONS),
     (LOADS, "map_location", DEVICES, "map_location=.* must be a device, as in 'c"),
     (LOADS, "map_location", ["meta", torch.device("meta")], "map_location=.*load_tensors_metadata"),
+    ((load,), "cast", [torch.float32], "cast={} must be True, False or 'warn'"),
     ((load,), "process_group", [3], "process_group={} must be a process group"),
     ((load,), "exchange_budget_bytes", ["1 MiB"], "exchange_budget_bytes={} must be a whole num"),
     ((load,), "strict", ["rais_all"], "strict.*{}"),
@@ -127,8 +147,10 @@ WRONG: list[tuple[Functions, str, list[Any], str]] = [
     (LOADS[1:], "region", [{"w": [slice(0, 2, 2)]}], "without steps"),
     (LOADS[1:], "region", [[slice(0, 1)] * 3], "at most one an axis"),
     ((StorageReader,), "threads", [0, 1.5, "2", True], "threads={} must be .*at least 1, or None"),
-    ((StorageWriter,), "threads", [0, -1, 1.5], "threads={} must be .*at least 1, or None"),
+    ((StorageWriter, install_it), "threads", [0, -1, 1.5], "={} must be .*at least 1, or None"),
     ((StorageWriter,), "target_chunk_bytes", [0, 2.5, "1 MiB", None], "={} must be .*at least 1"),
+    ((torch_dist,), "thread_count", [0, "2"], "thread_count={}"),
+    ((torch_dist,), "separation_hint", ["a/b", ".a", 3], "separation_hint={}"),
     ((strategy,), "array_documents", [None, 1, "False"], "documents={} must be True or False"),
     ((verify_it,), "progress", ["x"], "progress={} must be a callable, 'bar' or None"),
     ((verify_it,), "threads", [0], "threads={}"),
@@ -136,6 +158,10 @@ WRONG: list[tuple[Functions, str, list[Any], str]] = [
     ((convert_it,), "file_bytes", [0], "file_bytes={}"),
     ((convert_it,), "progress", [5], "progress={}"),
     ((save_managed,), "metrics", [5], "metrics={} must be a dict"),
+    ((save_managed,), "metrics", [{"loss": "low"}, {"loss": torch.ones(2)}], "metric 'loss'="),
+    ((save_managed,), "metrics", [{"loss": 10**400}], "metric 'loss'=1000"),  # OverflowError
+    ((restore,), "progress", [7], "progress={}"),
+    ((CheckpointManager,), "sweep_after", [24], "sweep_after={} must be a timedelta"),
     ((CheckpointManager,), "keep_last", ["2"], "keep_last"),
     ((CheckpointManager,), "prefix", [None], "prefix"),
     ((shardstore.remove_sharded_tensors,), "key_prefix", [3, None, b"w"], "{} must be a string"),
@@ -151,6 +177,7 @@ def test_a_wrong_value_of_an_option_is_refused(
         with pytest.raises(ArgumentError, match=says.replace("{}", re.escape(repr(value)))):
             function(saved, **{name: value})
     assert set(os.listdir(saved.parent)) <= {"saved", "run"}
+    assert not list(saved.parent.glob("run/*"))
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None, True])
@@ -195,7 +222,7 @@ FLAGGED: dict[Callable[..., object], Callable[..., object]] = {
     convert: convert_it,
     StorageReader.__init__: StorageReader,
     StorageWriter.__init__: StorageWriter,
-    install: lambda _, **flags: install(**flags),
+    install: install_it,
 }
 """Each public function that takes True or False, and a call of it."""
 

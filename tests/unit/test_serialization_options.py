@@ -10,7 +10,7 @@ import torch
 
 import shardstore
 from shardstore import CheckpointManager, SaveOptions, ShardedTensor
-from shardstore.errors import AccessPatternError, ArgumentError
+from shardstore.errors import AccessPatternError
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 OPTIONS = SaveOptions(target_chunk_bytes=1024, compression="zstd", durable=False)
@@ -45,16 +45,6 @@ def test_either_the_option_or_the_argument_leaves_a_check_out(tmp_path: Path) ->
         shardstore.save(state(replica_id=1), tmp_path / "a", options=OPTIONS)
     shardstore.save(state(replica_id=1), tmp_path / "b", options=unchecked)
     shardstore.save(state(replica_id=1), tmp_path / "c", None, None, False, options=OPTIONS)
-
-
-def test_other_options_are_refused_and_leave_no_files(tmp_path: Path) -> None:
-    wrong: Any = {"durable": False}
-    for save in (shardstore.save, shardstore.async_save):
-        with pytest.raises(
-            ArgumentError, match=r"must be a shardstore\.SaveOptions, such as .* or None"
-        ):
-            save(state(), tmp_path / "a", options=wrong)
-    assert not [*tmp_path.iterdir()]
 
 
 def test_a_manager_keeps_the_base_of_the_options(tmp_path: Path) -> None:

@@ -221,8 +221,6 @@ def test_a_whole_base_is_read_once_and_taken_over(tmp_path: Path) -> None:
     counted = save(tensors, tmp_path / "b", base=tmp_path / "a", verify_base=True, durable=False)
     assert counted["chunks_written"] == 0
     assert counted["bytes_read"] == counted["bytes_reused"] == first["bytes_written"]
-    with pytest.raises(ValueError, match="verify_base='yes' must be"):
-        save(tensors, tmp_path / "c", base=tmp_path / "a", verify_base="yes")
 
 
 def test_a_base_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -273,10 +271,8 @@ def test_compressed_chunks_are_taken_from_a_base(tmp_path: Path, later: bool) ->
     check(tensors, tmp_path / "b")
 
 
-def test_an_unknown_compression_is_refused(tmp_path: Path) -> None:
+def test_the_layout_of_zarr_v2_has_no_compression(tmp_path: Path) -> None:
     tensors = {"w": torch.zeros(4)}
-    with pytest.raises(ValueError, match="compression='lz4' must be"):
-        save(tensors, tmp_path / "a", compression="lz4")
     with pytest.raises(FormatVersionError, match="has no compression"):
         shardstore.save(state_of(tensors), tmp_path / "a", ("zarr", 1), compression="zstd")
     assert os.listdir(tmp_path) == []
