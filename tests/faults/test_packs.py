@@ -21,9 +21,9 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
-from shardstore.inspection.verify import Finding, Verified, verify
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy
 from tests.helpers.root_documents import about, rewrite
+from tests.helpers.verification import verified
 
 STATE = {
     **{f"layer.{i}": torch.arange(8.0) + i for i in range(20)},
@@ -42,11 +42,6 @@ def check(place: Path, state: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[key], value), key
 
 
-def verified(place: Path) -> tuple[Verified, list[Finding]]:
-    found: list[Finding] = []
-    return verify(shardstore.open(place).stored, found.append, hashes=True), found
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     shardstore.save(shardstore.shard(STATE), tmp_path / "c", pack=True)
@@ -62,7 +57,7 @@ def chunk_at(place: Path, key: str) -> tuple[Path, int, int]:
 
 def test_an_intact_pack_is_verified_with_each_chunk(place: Path) -> None:
     check(place, STATE)
-    result, found = verified(place)
+    result, found = verified(place, hashes=True)
     assert (result.ok, found, result.chunks) == (True, [], len(STATE))
     assert len(list((place / ".packs").iterdir())) == 1
     assert not list(place.glob("layer.*"))
@@ -77,7 +72,7 @@ def test_a_flipped_byte_is_found_by_key(place: Path) -> None:
         shardstore.load(empty(STATE), place)
     assert (caught.value.key, caught.value.chunk) == ("layer.7", (0,))
     check(place, {key: value for key, value in STATE.items() if key != "layer.7"})
-    result, found = verified(place)
+    result, found = verified(place, hashes=True)
     assert {(one.kind, one.key) for one in found} == {
         ("pack-damaged", None),
         ("chunk-crc", "layer.7"),
@@ -92,7 +87,7 @@ def test_a_flipped_byte_between_the_chunks_is_found_by_a_verification(place: Pat
     data[first - 1] ^= 1  # in the name of a member, which no load reads
     pack.write_bytes(data)
     check(place, STATE)
-    assert [one.kind for one in verified(place)[1]] == ["pack-damaged"]
+    assert [one.kind for one in verified(place, hashes=True)[1]] == ["pack-damaged"]
 
 
 @pytest.mark.parametrize("left", [0, 300])
@@ -101,7 +96,7 @@ def test_a_short_pack_is_an_error_for_the_keys_behind_its_end(place: Path, left:
     pack.write_bytes(pack.read_bytes()[:left])
     with pytest.raises(ChunkCorruptError, match="bytes"):
         shardstore.load(empty(STATE), place)
-    lost = {one.key for one in verified(place)[1] if one.kind == "chunk-size"}
+    lost = {one.key for one in verified(place, hashes=True)[1] if one.kind == "chunk-size"}
     behind = {key for key in STATE if key != "step" and chunk_at(place, key)[2] > left}
     assert lost == behind
 
@@ -110,7 +105,7 @@ def test_a_lost_pack_is_an_error_for_each_of_its_keys(place: Path) -> None:
     chunk_at(place, "layer.0")[0].unlink()
     with pytest.raises(ChunkMissingError, match=r"'.*'.* lies in a pack that is missing"):
         shardstore.load(empty(STATE), place)
-    found = verified(place)[1]
+    found = verified(place, hashes=True)[1]
     assert {one.key for one in found if one.key} == STATE.keys() - {"step"}
     assert "file-missing" in {one.kind for one in found}
 
@@ -172,10 +167,10 @@ def test_a_pack_stays_while_one_array_needs_it(place: Path) -> None:
     left = {key: STATE[key] for key in (".packs", "step")}
     assert set(shardstore.open(place)) == left.keys()
     check(place, left)
-    assert verified(place)[0].ok
+    assert verified(place, hashes=True)[0].ok
     strategy.remove_sharded_tensors(str(place), ".packs")
     check(place, {"step": STATE["step"]})
-    result, found = verified(place)
+    result, found = verified(place, hashes=True)
     assert result.ok
     assert found == []
     assert not (place / ".packs").exists()
@@ -221,7 +216,7 @@ def test_a_base_with_packs_or_without_gives_whole_checkpoints(tmp_path: Path) ->
     for number in range(3):
         shutil.rmtree(tmp_path / str(number))
     check(tmp_path / "3", big)
-    assert verified(tmp_path / "3")[0].ok
+    assert verified(tmp_path / "3", hashes=True)[0].ok
 
 
 def test_a_manager_keeps_packed_steps_and_notices_a_lost_pack(tmp_path: Path) -> None:

@@ -19,13 +19,11 @@ import shardstore
 from shardstore import CheckpointManager
 from shardstore.dcp import StorageWriter
 from shardstore.errors import NotACheckpointError
-from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedTensor
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.stores.location import Location
 from tests.helpers.power_cuts import Trace, attached
 from tests.helpers.rank_server import start
 from tests.helpers.ranks_helper import join
+from tests.helpers.verification import verified
 
 Work = Callable[[Path, int], None]
 
@@ -50,8 +48,8 @@ def version_of(place: Path) -> int | None:
         return None
     values = opened["w"][:]
     assert (values == values.flat[0]).all()
-    found: list[Finding] = []
-    assert verify(StoredCheckpoint(Location.of(place)), found.append, threads=1).ok, found
+    result, found = verified(place, threads=1)
+    assert result.ok, found
     return int(values.flat[0])
 
 

@@ -25,7 +25,6 @@ from shardstore import CheckpointManager, ShardedObject, ShardedTensor
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointingException, StructureError
-from shardstore.inspection.verify import Finding, verify
 from shardstore.progress import Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.options import SaveKeywords, WriterKeywords
@@ -33,6 +32,7 @@ from shardstore.storage.stores.location import Location
 from shardstore.strategies.torch import TorchDistSaveShardedStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.verification import findings
 
 
 def state() -> dict[str, Any]:
@@ -102,12 +102,6 @@ def install_it(_: Path, **options: Any) -> object:
     return install(**options)
 
 
-def verify_it(place: Path, **options: Any) -> list[Finding]:
-    found: list[Finding] = []
-    verify(StoredCheckpoint(Location.of(place)), found.append, **options)
-    return found
-
-
 Functions = tuple[Callable[..., object], ...]
 SAVES = (save, save_later, save_managed)
 LOADS = (load, shardstore.load_plain_tensors)
@@ -152,8 +146,8 @@ WRONG: list[tuple[Functions, str, list[Any], str]] = [
     ((torch_dist,), "thread_count", [0, "2"], "thread_count={}"),
     ((torch_dist,), "separation_hint", ["a/b", ".a", 3], "separation_hint={}"),
     ((strategy,), "array_documents", [None, 1, "False"], "documents={} must be True or False"),
-    ((verify_it,), "progress", ["x"], "progress={} must be a callable, 'bar' or None"),
-    ((verify_it,), "threads", [0], "threads={}"),
+    ((findings,), "progress", ["x"], "progress={} must be a callable, 'bar' or None"),
+    ((findings,), "threads", [0], "threads={}"),
     ((convert_it,), "memory_budget", ["1G"], "memory_budget={}"),
     ((convert_it,), "file_bytes", [0], "file_bytes={}"),
     ((convert_it,), "progress", [5], "progress={}"),
@@ -412,18 +406,18 @@ def test_a_conversion_beside_its_source_is_allowed(saved: Path) -> None:
 
 
 def test_verify_draws_a_bar(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert verify_it(saved, progress="bar") == []
+    assert findings(saved, progress="bar") == []
     line = capfd.readouterr().err
     assert "verify saved done" in line
     assert "24/24 bytes" in line
     with pytest.raises(CheckpointingException):
-        verify_it(saved.parent, progress="bar")
+        findings(saved.parent, progress="bar")
     assert f"verify {saved.parent.name} failed" in capfd.readouterr().err
 
 
 def test_verify_reports_its_progress(saved: Path) -> None:
     seen: list[Progress] = []
-    verify_it(saved, progress=seen.append)
+    findings(saved, progress=seen.append)
     assert (seen[-1].phase, seen[-1].bytes_done, seen[-1].bytes_total) == ("done", 24, 24)
 
 

@@ -23,14 +23,14 @@ from fsspec.implementations.memory import MemoryFile
 import shardstore
 from shardstore.dcp import StorageWriter
 from shardstore.errors import NotACheckpointError
-from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, UnfinishedError
+from shardstore.storage.checkpoint import ReplacedError, UnfinishedError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import MortalFileSystem, deaths, put_back
+from tests.helpers.verification import verified
 
 PLACE = "watched://runs/c"
 ARRAYS = 2
@@ -112,8 +112,8 @@ def load_names(place: Place) -> int:
 
 
 def verification(place: Place) -> int:
-    findings: list[Finding] = []
-    assert verify(StoredCheckpoint(Location.of(place)), findings.append, threads=1).ok, findings
+    result, findings = verified(place, threads=1)
+    assert result.ok, findings
     return 0
 
 

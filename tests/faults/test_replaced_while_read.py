@@ -6,11 +6,9 @@ The moment is the opening of the n-th file of the checkpoint; what happens there
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,18 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardstore
 from shardstore.errors import NotACheckpointError
-from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.movers import files
-from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.rank_server import start
-from tests.helpers.ranks_helper import join
+from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.verification import findings
 
 KEYS = 4
 _doing: list[Callable[[str], None]] = []
@@ -152,16 +147,10 @@ def test_a_load_of_what_is_replaced_again_and_again(
 def test_a_verification_of_a_replaced_checkpoint_finds_no_damage(tmp_path: Path) -> None:
     place = tmp_path / "c"
     save(place, 1)
-    findings: list[Finding] = []
-
-    def look() -> bool:
-        return verify(StoredCheckpoint(Location.of(place)), findings.append, threads=1).ok
-
-    for moment in openings(place, look):
+    for moment in openings(place, lambda: findings(place, threads=1)):
         save(place, 1)
         with at_open(place, moment, lambda: save(place, 2)):
-            assert look()
-    assert findings == []
+            assert findings(place, threads=1) == []
 
 
 def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None:
@@ -180,22 +169,18 @@ def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None
         opened["w0"][:]
 
 
-def _rank(rank: int, place: str, rendezvous: str, victim: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["SHARDSTORE_DEADLINE_S"] = "30"
-    join(f"{rendezvous}/store", rank, 2)
+def _rank(rank: int, world_size: int, folder: Path, victim: int) -> None:
+    place = folder / "c"
 
     def replace() -> None:
         if rank == victim:
-            os.rename(Path(place, "c"), Path(place, "old"))
-            os.rename(Path(place, "new"), Path(place, "c"))
+            place.rename(folder / "old")
+            (folder / "new").rename(place)
 
-    with at_open(Path(place, "c", "w1"), 0, replace):
+    with at_open(place / "w1", 0, replace):
         wanted = {k: v for k, v in state(0, 2, rank).items() if k.startswith("w")}
-        loaded: Any = shardstore.load(wanted, Path(place, "c"))
+        loaded: Any = shardstore.load(wanted, place)
     assert torch.equal(loaded["w1"], torch.full((6, 64), 21.0))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -204,9 +189,4 @@ def test_ranks_go_on_together(tmp_path: Path, victim: int) -> None:
     for name, version in (("c", 1), ("new", 2)):
         whole = {f"w{i}": torch.full((12, 64), float(10 * version + i)) for i in range(KEYS)}
         shardstore.save(shardstore.shard(whole), tmp_path / name, durable=False)
-    with tempfile.TemporaryDirectory() as rendezvous:
-        arguments = (str(tmp_path), rendezvous, victim)
-        ranks = start((_rank, (rank, *arguments)) for rank in range(2))
-        for process in ranks:
-            process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    run_ranks(_rank, 2, tmp_path, victim)

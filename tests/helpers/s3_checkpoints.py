@@ -14,14 +14,13 @@ import torch
 
 import shardstore
 from shardstore.errors import NotACheckpointError
-from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import LIMITS
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.s3_proxy import FaultProxy, Passed
 from testing.s3_servers import S3Server
+from tests.helpers.verification import findings
 
 CHUNK_BYTES = 4096
 # A silence in a test need not last long. Given as options, they would have s3fs move all bytes.
@@ -152,7 +151,5 @@ class Run:
     def findings(self, step: int) -> list[str]:
         """What a verification of a checkpoint finds, hashes included; claims that could not be
         removed are no part of it."""
-        found: list[Finding] = []
-        place = Location.of(self.url(step), self.direct.storage_options)
-        verify(StoredCheckpoint(place), found.append, hashes=True)
+        found = findings(Location.of(self.url(step), self.direct.storage_options), hashes=True)
         return [f"{one.severity}: {one.message}" for one in found if ".attempts" not in one.path]

@@ -31,7 +31,6 @@ from shardstore.errors import (
     MissingKeyError,
     NotACheckpointError,
 )
-from shardstore.inspection.verify import Finding, verify
 from shardstore.saving.run import SaveRequest, run_save
 from shardstore.saving.session import SaveSession, Strategies
 from shardstore.storage.checkpoint import StoredCheckpoint
@@ -45,6 +44,7 @@ from shardstore.strategies.zarr import (
     load_zarr_based_sharded_metadata,
 )
 from tests.helpers import layouts
+from tests.helpers.verification import findings
 
 Target = Callable[[str], Location]
 """Gives a place of a name, in one store."""
@@ -117,12 +117,6 @@ BESIDE = {"zarr.json", "metadata.json", "manifest.npz", "common.pt", "o/shard_0_
 def names_of(where: Location) -> set[str]:
     """All files or objects below a place."""
     return set(where.walk())
-
-
-def findings(where: Location) -> list[Finding]:
-    found: list[Finding] = []
-    verify(StoredCheckpoint(where), found.append)
-    return found
 
 
 def flipped(data: bytes, position: int) -> bytes:
@@ -567,8 +561,3 @@ class StoreTests(StoreChanges):
             with pytest.raises(CheckpointExistsError):
                 save_small(array, 3.0, overwrite=overwrite)
         assert_holds(at, 2.0)
-
-    def test_options_are_not_shown(self, place: Target) -> None:
-        at = place("shown")
-        for value in at.options.values():
-            assert not isinstance(value, str) or value not in f"{at!r} {at.place!r}"

@@ -19,7 +19,6 @@ from shardstore import CheckpointManager, ShardedObject
 from shardstore.convert.conversion import convert
 from shardstore.errors import CheckpointingException, DamagedCheckpointError
 from shardstore.inspection.values import measure
-from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.checkpoints import delete_checkpoint
 from shardstore.storage.format.documents import ROOT_SUM, parse_root
@@ -28,6 +27,7 @@ from tests.golden.make_shardstore import TARGET as GOLDEN
 from tests.golden.make_shardstore import sharded
 from tests.golden.test_shardstore_golden import exact
 from tests.helpers.root_documents import about, members, rewrite
+from tests.helpers.verification import findings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -82,12 +82,6 @@ def convert_it(place: Path) -> Any:
     finally:
         for left in place.parent.glob("*converted*"):
             shutil.rmtree(left)
-
-
-def findings(place: Path) -> list[Finding]:
-    found: list[Finding] = []
-    verify(StoredCheckpoint(Location.of(place)), found.append)
-    return found
 
 
 def is_damaged(place: Path) -> bool:

@@ -21,10 +21,9 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.cli.app import app
 from shardstore.errors import ChunkCorruptError, ChunkMissingError, FormatVersionError
-from shardstore.inspection.verify import Finding, verify
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
+from tests.helpers.verification import verified
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -230,9 +229,8 @@ def test_verify_says_what_it_could_not_decode_and_goes_on(tmp_path: Path) -> Non
     with_an_unknown_codec(tmp_path, "cut", "good")
     chunk = tmp_path / "cut/c/1/0"
     chunk.write_bytes(chunk.read_bytes()[:-1])
-    findings: list[Finding] = []
-    verified = verify(StoredCheckpoint(Location.of(tmp_path)), findings.append)
-    assert (verified.arrays, verified.chunks, verified.damage, verified.notes) == (2, 4, 1, 1)
+    result, findings = verified(tmp_path)
+    assert (result.arrays, result.chunks, result.damage, result.notes) == (2, 4, 1, 1)
     found = {finding.key: finding for finding in findings}
     assert (found["bad"].kind, found["bad"].severity) == ("codec-unknown", "note")
     assert "acme.secret" in found["bad"].message
@@ -245,8 +243,6 @@ def test_a_codec_that_nobody_knows_is_damage_in_a_checkpoint_of_ours(tmp_path: P
     shardstore.save(state, tmp_path / "c", ("zarr", 1))
     path, (_, member, codecs) = tmp_path / "c/bad/.zarray", UNKNOWN[2]
     path.write_text(json.dumps({**json.loads(path.read_text()), member: codecs}))
-    findings: list[Finding] = []
-    verified = verify(StoredCheckpoint(Location.of(tmp_path / "c")), findings.append)
-    assert (verified.ok, verified.arrays) == (False, 1)
-    (found,) = findings
+    result, (found,) = verified(tmp_path / "c")
+    assert (result.ok, result.arrays) == (False, 1)
     assert (found.kind, found.severity, found.key) == ("codec-unknown", "damage", "bad")

@@ -24,12 +24,10 @@ from shardstore.cli.app import app
 from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import DTypeMismatchError
-from shardstore.inspection.verify import Finding, verify
-from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.stores.location import Location
 from shardstore.validation import comparable, pickled
 from tests.helpers.conversions import same
 from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.verification import findings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -83,9 +81,7 @@ def test_short_floats_are_saved_and_loaded(tmp_path: Path, how: dict[str, Any]) 
     found = shardstore.load(sharded(blank(tensors)), tmp_path / "c")
     assert same(found, tensors)
     if "torch_dist" not in str(how):
-        findings: list[Finding] = []
-        verify(StoredCheckpoint(Location.of(tmp_path / "c")), findings.append, hashes=True)
-        assert findings == []
+        assert findings(tmp_path / "c", hashes=True) == []
         opened = shardstore.open(tmp_path / "c")
         assert same({key: opened[key].torch() for key in tensors}, tensors)
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore import ShardedTensor, zarr_dtypes  # noqa: F401 (bfloat16 and float8 for zarr)
 from shardstore.errors import ChunkCorruptError, ChunkMissingError
-from shardstore.inspection.verify import Finding, verify
 from shardstore.saving import plan
 from shardstore.storage.format import dtypes
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.verification import findings
 
 NAMES = dtypes.names()
 SHAPES = [(), (1,), (3, 5), (7, 1, 2), (300,)]
@@ -220,9 +220,7 @@ def test_a_chunk_that_another_writer_put_beside_a_constant_is_not_read(tmp_path:
         opened["w"].tensorstore.read().result(),
     ):
         assert values.tolist() == [1, 1, 1, 1]
-    found: list[Finding] = []
-    verify(opened.stored, found.append)
-    assert [one.kind for one in found] == ["chunk-extra"]
+    assert [one.kind for one in findings(tmp_path / "c")] == ["chunk-extra"]
 
 
 def test_without_the_option_every_chunk_is_stored(tmp_path: Path) -> None:

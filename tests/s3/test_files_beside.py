@@ -23,13 +23,12 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.inspection.values import compare
-from shardstore.inspection.verify import Finding, verify
 from shardstore.mapping import ShardedObject, ShardedTensor
-from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit import publish
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES
 from shardstore.storage.stores import prefix
 from shardstore.storage.stores.location import Location
+from tests.helpers.verification import verified
 
 OBJECTS = 12
 LIMIT_S = 120.0
@@ -171,8 +170,7 @@ def test_verification_looks_at_objects_beside_each_other(place: str) -> None:
     store.write("alone.txt", b"?")
     reads = Together(OBJECTS // 4 * 4 - 4)  # the rest may be read alone
     watch(reads=reads)
-    found: list[Finding] = []
-    result = verify(StoredCheckpoint(Location.of(place)), found.append)
+    result, found = verified(place)
     root = Location.of(place).url
     assert sorted((finding.kind, finding.path) for finding in found) == [
         ("foreign", f"{root}/alone.txt"),

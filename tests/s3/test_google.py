@@ -24,7 +24,8 @@ from shardstore.storage.stores.tensorstore import KvStoreIO
 from testing.gcs_server import GcsServer
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import free_port
-from tests.helpers.store_suite import assert_holds, findings, save_small, small_state
+from tests.helpers.store_suite import assert_holds, save_small, small_state
+from tests.helpers.verification import findings
 
 ENDPOINT = "TENSORSTORE_GCS_HTTP_URL"
 

@@ -13,7 +13,6 @@ import zarr
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import AccessPatternError, CheckpointExistsError, StorageError
-from shardstore.inspection.verify import Finding, verify
 from shardstore.storage.checkpoint import StoredCheckpoint, create_array, read_array_meta
 from shardstore.storage.commit import folder as commit
 from shardstore.storage.commit.checkpoints import CheckpointStorage, delete_checkpoint
@@ -25,6 +24,7 @@ from shardstore.strategies.zarr import (
     load_zarr_based_sharded_metadata,
 )
 from testing.s3_servers import S3Server
+from tests.helpers.verification import findings
 
 Place = tuple[str, dict[str, Any]]
 
@@ -59,11 +59,9 @@ def assert_others(place: Place) -> None:
     assert Location.of(place[0], place[1] or None).read("logs/1") == b"log"
 
 
-def findings_of(place: Location) -> list[str]:
+def damage_of(place: Location) -> list[str]:
     """Kinds of the damage that a verification finds."""
-    found: list[Finding] = []
-    verify(StoredCheckpoint(place), found.append)
-    return [finding.kind for finding in found if finding.severity == "damage"]
+    return [finding.kind for finding in findings(place) if finding.severity == "damage"]
 
 
 @pytest.mark.parametrize("array_documents", [True, False])
@@ -102,11 +100,11 @@ def test_a_checkpoint_of_arrays_alone_below_stays(place: Place) -> None:
     inner = Location.of(url, options).child("inner")
     alone = ZarrSaveShardedStrategy("zarr", 2, array_documents=False)
     alone.save(state_of(5), inner.place)
-    before = findings_of(inner)
+    before = damage_of(inner)
     shardstore.save(state_of(2), url, overwrite=True, storage_options=options)
-    assert findings_of(inner) == before
+    assert damage_of(inner) == before
     delete_checkpoint(url, storage_options=options)
-    assert findings_of(inner) == before
+    assert damage_of(inner) == before
     assert set(StoredCheckpoint(inner).arrays) == {"w", "layers/0.b"}
 
 
@@ -151,7 +149,7 @@ def test_a_deletion_that_the_store_refuses_for_one_key_is_an_error(
     monkeypatch.undo()
     found = shardstore.load_plain_tensors(url, storage_options=options)
     assert all(tensor.eq(1).all() for tensor in found.values())
-    assert findings_of(Location.of(url, options)) == []
+    assert damage_of(Location.of(url, options)) == []
 
 
 def test_verify_finds_arrays_that_another_program_took_out_of_the_root(tmp_path: Path) -> None:
@@ -159,7 +157,7 @@ def test_verify_finds_arrays_that_another_program_took_out_of_the_root(tmp_path:
         place = tmp_path / name
         shardstore.save(state_of(1), place, array_documents=array_documents)
         zarr.consolidate_metadata(str(place))
-        found = findings_of(Location.of(place))
+        found = damage_of(Location.of(place))
         assert ("arrays-undescribed" in found) is (not array_documents)
 
 
