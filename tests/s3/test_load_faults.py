@@ -11,8 +11,6 @@ import torch
 import shardstore
 from shardstore import ShardedTensor
 from shardstore.errors import (
-    CheckpointingException,
-    ChunkCorruptError,
     StorageError,
 )
 from testing.s3_proxy import Fault, FaultProxy
@@ -63,33 +61,6 @@ def test_a_load_survives_one_fault_of_each_kind(run: Run, proxy: FaultProxy, fau
 def test_a_load_survives_one_silence(run: Run, proxy: FaultProxy, path: str, fault: Fault) -> None:
     proxy.add(fault, methods=("GET",), path=path)
     assert_version_1(load(run))
-
-
-@pytest.mark.parametrize("fault", [Fault.FLIP_ANSWER, Fault.SHORTEN_ANSWER])
-def test_a_chunk_that_is_not_what_was_stored_is_named(
-    run: Run, proxy: FaultProxy, fault: Fault
-) -> None:
-    proxy.add(fault, methods=("GET",), path=r"/w/c\.1\.0$", count=None)
-    with pytest.raises(ChunkCorruptError) as caught:
-        load(run)
-    assert caught.value.key == "w"
-    assert caught.value.chunk == (1, 0)
-    assert caught.value.rank == 0
-    assert f"{run.url(1)}/w/c.1.0" in str(caught.value)
-
-
-@pytest.mark.parametrize("fault", [Fault.FLIP_ANSWER, Fault.SHORTEN_ANSWER])
-@pytest.mark.parametrize("path", [DOCUMENTS[0], DOCUMENTS[3]], ids=["root", "manifest"])
-def test_a_spoiled_document_is_an_error_or_makes_no_difference(
-    run: Run, proxy: FaultProxy, path: str, fault: Fault
-) -> None:
-    proxy.add(fault, methods=("GET",), path=path, count=None)
-    failure = None
-    try:
-        assert_version_1(load(run))
-    except CheckpointingException as error:
-        failure = error
-    assert failure is None or run.bucket in str(failure)
 
 
 def test_a_slow_large_chunk_is_no_error(

@@ -28,53 +28,25 @@ COMMITTERS = 8
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
-def committers(server: S3Server, work: Callable[[int, Location], None]) -> tuple[list[int], bytes]:
-    """Who of all racing committers was told that it won, and the commit that is there."""
-    bucket = server.new_bucket()
-    url = f"s3://{bucket}/run/step-1"
-    start = threading.Barrier(COMMITTERS)
+def test_the_newest_of_several_claims_wins(any_s3_server: S3Server) -> None:
+    bucket, begun = any_s3_server.new_bucket(), threading.Barrier(COMMITTERS)
+    place = Location.of(f"s3://{bucket}/run/step-1", any_s3_server.storage_options)
 
-    def one(number: int) -> str:
-        start.wait()
+    def one(number: int) -> tuple[int, str]:
+        attempt = object_commit.begin(place, SaveOptions())
+        begun.wait()
         try:
-            work(number, Location.of(url, server.storage_options))
+            attempt.commit([("zarr.json", b"%d" % attempt.number)], durable=True)
         except CheckpointingException as error:
-            return str(error)
-        return ""
+            return attempt.number, str(error)
+        return attempt.number, ""
 
     with ThreadPoolExecutor(COMMITTERS) as pool:
-        told = list(pool.map(one, range(COMMITTERS)))
-    won = [number for number, failure in enumerate(told) if not failure]
-    assert all(url in failure for failure in told if failure)
-    assert len(won) == 1, told
-    there = server.client().get_object(Bucket=bucket, Key="run/step-1/zarr.json")["Body"].read()
-    return won, there
-
-
-def test_one_of_racing_saves_wins(any_s3_server: S3Server) -> None:
-    def work(number: int, place: Location) -> None:
-        attempt = object_commit.begin(place, SaveOptions())
-        attempt.put_all([(f"w/c.{number}", b"%d" % number)])
-        attempt.commit([("zarr.json", b"%d" % number)], durable=True)
-
-    won, there = committers(any_s3_server, work)
-    assert there == b"%d" % won[0]
-
-
-def test_the_newest_of_several_claims_wins(any_s3_server: S3Server) -> None:
-    begun = threading.Barrier(COMMITTERS)
-    numbers: dict[int, int] = {}
-
-    def work(number: int, place: Location) -> None:
-        attempt = object_commit.begin(place, SaveOptions())
-        numbers[number] = attempt.number
-        begun.wait()
-        attempt.commit([("zarr.json", b"%d" % number)], durable=True)
-
-    won, there = committers(any_s3_server, work)
-    assert len(set(numbers.values())) == COMMITTERS
-    assert won == [max(numbers, key=lambda number: numbers[number])]
-    assert there == b"%d" % won[0]
+        told = dict(pool.map(one, range(COMMITTERS)))
+    assert len(told) == COMMITTERS
+    assert [number for number, failure in told.items() if not failure] == [max(told)]
+    assert all(place.url in failure for failure in told.values() if failure)
+    assert place.read("zarr.json") == b"%d" % max(told)
 
 
 def test_of_racing_overwriters_one_is_left_whole(any_s3_server: S3Server) -> None:

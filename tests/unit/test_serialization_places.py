@@ -29,17 +29,6 @@ def _state(value: float = 1.0) -> dict[str, object]:
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((2, 3), value)), "step": 3}
 
 
-def test_a_file_url_is_the_same_place_as_its_path(tmp_path: Path) -> None:
-    shardstore.save(_state(7.0), f"file://{tmp_path}/a")
-    for place in (f"file://{tmp_path}/a", str(tmp_path / "a"), tmp_path / "a"):
-        assert torch.equal(shardstore.load(_state(), place)["w"], torch.full((2, 3), 7.0))
-        assert shardstore.load_common_state_dict(place) == {"step": 3}
-        assert list(shardstore.load_tensors_metadata(place)) == ["w"]
-        assert shardstore.check_is_distributed_checkpoint(place)
-    shardstore.remove_sharded_tensors(f"file://{tmp_path}/a", "w")
-    assert shardstore.load_tensors_metadata(tmp_path / "a") == {}
-
-
 @pytest.mark.parametrize("name", ["my run", "50%", "50%25", "a%20b", "ü", "q?x=1#f", "a\nb", "+"])
 def test_a_file_url_with_escapes_is_the_folder_that_they_stand_for(
     tmp_path: Path, name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.cli.looking import parse_selection, split_key
 from tests.helpers.cli_checkpoints import Cli, as_float64, flip, save, values
-from tests.helpers.processes import run_to_end
 from tests.helpers.programs import run_text
 
 
@@ -399,13 +397,3 @@ def test_gc_takes_dead_attempts_and_nothing_else(pristine: Path, tmp_path: Path,
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [other.name, "step-1"]
     assert "no remains of dead saves" in cli("gc", tmp_path).out
     assert cli("verify", tmp_path / "step-1").code == 0
-
-
-def test_the_command_runs_as_a_process(place: Path) -> None:
-    flip(place / "counts" / "c.0")
-    command = [sys.executable, "-m", "shardstore"]
-    done = run_to_end([*command, "verify", place])
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "'counts'" in done.stdout
-    done = run_to_end([*command, "ls", place, "--depth"])
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

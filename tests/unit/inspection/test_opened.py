@@ -33,6 +33,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format import documents
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from testing.s3_servers import S3Server
 from tests.helpers.cli_checkpoints import flip
 from tests.helpers.processes import run_to_end
 from tests.helpers.users import another_user, folder_for_all
@@ -295,10 +296,20 @@ def test_an_absent_place_or_key_is_an_error(place: Path, tmp_path: Path) -> None
         shardstore.open(place / "scalar")
 
 
-def test_a_checkpoint_in_memory_is_opened() -> None:
-    ckpt = shardstore.open(saved(memory_url()))
-    assert ckpt["decoder.fc1.weight"][29, ::10].tolist() == [580, 590]
-    assert dict(ckpt.objects) == {"rng/shard_0_1": {"seed": 1}}
+@pytest.mark.parametrize("store", ["memory", "s3"])
+def test_a_checkpoint_in_a_store_is_opened(request: pytest.FixtureRequest, store: str) -> None:
+    url, options = memory_url(), {}
+    if store == "s3":
+        server: S3Server = request.getfixturevalue("s3_server")
+        url, options = f"s3://{server.new_bucket()}/run/step-7", server.storage_options
+    ckpt = shardstore.open(saved(url, storage_options=options, compression="zstd"), options)
+    weight = ckpt["decoder.fc1.weight"]
+    assert weight[29, ::10].tolist() == [580, 590]
+    assert weight.zarr[29, 19] == 599
+    assert store == "memory" or weight.tensorstore[29, 19].read().result() == 599
+    assert (ckpt.common["step"], dict(ckpt.objects)) == (7, {"rng/shard_0_1": {"seed": 1}})
+    with pytest.raises(MissingKeyError, match=url):
+        ckpt["v"]
 
 
 def test_opening_imports_no_torch(place: Path, tmp_path: Path) -> None:
