@@ -22,7 +22,6 @@ from shardstore.errors import (
     CheckpointingException,
     NotACheckpointError,
     RanksError,
-    ShapeMismatchError,
 )
 from shardstore.mapping import (
     ShardedObject,
@@ -199,22 +198,15 @@ def shapes_may_differ_if_allowed(rank: int, world_size: int, folder: Path) -> No
     stored = torch.arange(1.0, 61.0).reshape(10, 6)
     shardstore.save({"w": replicated("w", rank, stored)}, folder / "c")
 
-    def wanted(length: int, allow: bool) -> dict[str, Any]:
-        part = torch.full((length // world_size, 6), -1.0)
-        tensor = ShardedTensor.from_rank_offsets(
-            "w", part, (0, rank, world_size), allow_shape_mismatch=allow
-        )
-        return {"w": tensor}
-
     for length in (8, 12, 16):
+        part = torch.full((length // world_size, 6), -1.0)
+        wanted = ShardedTensor.from_rank_offsets(
+            "w", part, (0, rank, world_size), allow_shape_mismatch=True
+        )
         padded = torch.zeros(length, 6)
         padded[:10] = stored[:length]
-        loaded = shardstore.load(wanted(length, True), folder / "c")
+        loaded = shardstore.load({"w": wanted}, folder / "c")
         assert torch.equal(loaded["w"], padded.chunk(world_size)[rank]), length
-        error = raised(lambda: shardstore.load(wanted(length, False), folder / "c"))  # noqa: B023
-        assert isinstance(error, ShapeMismatchError)
-        assert "(10, 6)" in str(error)
-        assert f"({length}, 6)" in str(error)
 
 
 def a_checkpoint_is_replaced_only_if_asked_for(rank: int, world_size: int, folder: Path) -> None:
@@ -251,18 +243,6 @@ def metadata_can_be_loaded(rank: int, world_size: int, folder: Path) -> None:
     plain = shardstore.load_plain_tensors(folder / "c")
     assert torch.equal(plain["b.x"], WHOLE + 1)
     assert plain["step"] == 1
-    dist.barrier()
-    if rank == 0:
-        shardstore.remove_sharded_tensors(folder / "c", "b.")
-    dist.barrier()
-    assert sorted(shardstore.load_tensors_metadata(folder / "c")) == ["a"]
-    assert sorted(zarr.open_group(folder / "c", mode="r").keys()) == ["a"]
-    assert not (folder / "c" / "b.x").exists()
-    loaded = shardstore.load({"a": rows("a", rank, world_size, WHOLE * 0)}, folder / "c")
-    assert torch.equal(loaded["a"], WHOLE.chunk(world_size)[rank])
-    assert "b.x" in str(
-        raised(lambda: shardstore.load({"b": rows("b.x", rank, world_size)}, folder / "c"))
-    )
 
 
 def replicas_share_the_work(rank: int, folder: Path) -> None:

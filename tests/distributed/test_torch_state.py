@@ -6,7 +6,6 @@ Four ranks save everything in one spawn, two ranks and a world of one load it.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import shutil
@@ -472,24 +471,6 @@ def a_plain_tensor_is_an_array_if_any_rank_has_dtensors(
     assert set(shardstore.load_plain_tensors(folder / "c")) == {"bias", "w", "step"}
 
 
-def plain_tensors_beside_sharded_ones_stay_common(rank: int, world_size: int, folder: Path) -> None:
-    from shardstore import ShardedTensor
-
-    part = ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, world_size))
-    shardstore.save({"w": part, "x": torch.full((1,), float(rank))}, folder / "c")
-    found = StoredCheckpoint(Location.of(folder / "c")).arrays
-    assert list(found) == ["w"]
-    assert shardstore.load_common_state_dict(folder / "c")["x"].item() == 0
-
-
-def plain_tensors_are_arrays_if_asked_for(rank: int, folder: Path) -> None:
-    shardstore.save(shardstore.shard({"a": {"b": torch.arange(4)}, "n": 1}), folder / "c")
-    assert list(StoredCheckpoint(Location.of(folder / "c")).arrays) == ["a.b"]
-    wanted = {"a": {"b": torch.zeros(4, dtype=torch.int64)}}
-    assert shardstore.load(wanted, folder / "c")["n"] == 1
-    assert wanted["a"]["b"].tolist() == [0, 1, 2, 3]
-
-
 # -- DCP alone -------------------------------------------------------------------------------------
 
 
@@ -498,31 +479,6 @@ def row_state(world_size: int, rows: int, fill: float | None = None) -> DTensor:
     full = torch.arange(rows * 2.0).reshape(rows, 2)
     full = full if fill is None else torch.full_like(full, fill)
     return dtensor_states.cut(full, mesh, [Shard(0)])
-
-
-def values_return_as_they_were(rank: int, world_size: int, folder: Path) -> None:
-    values: Value = {
-        "tuple": (1, 2.5, "x", None, (True,)),
-        "nan": float("inf"),
-        "bytes": b"\x00\xff",
-        "set": {1, 2},
-        "ints": ({1: "a", "b": [1, {"c": -0.5}]}, {"$type": 1}),
-        "dtype": torch.bfloat16,
-        "size": torch.Size([2, 3]),
-        "text": "\ud800 \u00e4 $type",
-    }
-    state = {"v": dict(values), "w": row_state(world_size, 8)}
-    dcp.save(state, storage_writer=StorageWriter(folder / "c"))
-    wanted: Value = {"v": dict.fromkeys(values)}
-    wanted["w"] = row_state(world_size, 8, -1)
-    dcp.load(wanted, storage_reader=StorageReader(folder / "c"))
-    assert wanted["v"] == values
-    assert all(type(wanted["v"][key]) is type(value) for key, value in values.items())
-    if rank == 0:
-        names = {name for _, _, files in os.walk(folder / "c") for name in files}
-        assert not [name for name in names if name.endswith((".pt", ".pkl", ".distcp"))]
-        for path in (folder / "c").rglob("*.json"):
-            json.loads(path.read_text())
 
 
 def a_failing_rank_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:
@@ -619,23 +575,6 @@ def test_plain_zarr_reads_every_placement(saved: Path, how: str) -> None:
     assert seen >= 6 * len(dtensor_states.SHAPES)
 
 
-def test_our_own_load_reads_what_dcp_wrote(saved: Path) -> None:
-    place = saved / "fsdp_saves" / "flat-dcp"
-    full = torch.load(saved / "fsdp_saves" / "flat.pt", weights_only=True)
-    loaded = shardstore.load_plain_tensors(place)
-    assert torch.equal(loaded["model.up.weight"], full["model"]["up.weight"])
-    assert loaded["step"] == 3
-    assert loaded["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
-
-
-def test_dcp_reads_what_our_own_save_wrote(saved: Path) -> None:
-    full = torch.load(saved / "fsdp_saves" / "flat.pt", weights_only=True)
-    wanted: Value = {"model": {"up.weight": torch.zeros(8, 6)}, "step": None}
-    dcp.load(wanted, storage_reader=StorageReader(saved / "fsdp_saves" / "flat-ours"), no_dist=True)
-    assert torch.equal(wanted["model"]["up.weight"], full["model"]["up.weight"])
-    assert wanted["step"] == 3
-
-
 def test_dcp_saves_in_a_process_of_its_own(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     shutil.copy(Path(__file__).parents[1] / "helpers" / "dcp_in_a_process.py", program)
@@ -657,22 +596,6 @@ def cause(call: Callable[[], object]) -> BaseException:
     found = failure[0]
     assert isinstance(found, BaseException)
     return found
-
-
-def test_nothing_is_cast_silently(tmp_path: Path) -> None:
-    dcp.save({"w": torch.arange(4.0)}, storage_writer=StorageWriter(tmp_path / "c"), no_dist=True)
-    wanted = {"w": torch.zeros(4, dtype=torch.float64)}
-
-    def load(**options: Any) -> None:
-        reader = StorageReader(tmp_path / "c", **options)
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
-
-    error = cause(load)
-    assert isinstance(error, DTypeMismatchError)
-    assert "'w'" in str(error)
-    assert "cast=True" in str(error)
-    load(cast=True)
-    assert wanted["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_views_into_larger_tensors_are_read_and_written_in_place(tmp_path: Path) -> None:

@@ -565,16 +565,6 @@ def test_arrays_of_another_program_that_nothing_reads_are_named(
     assert "1 tensor(s), which are not converted: 'when'" in text
 
 
-def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "secret.safetensors").write_bytes(b"")
-    folder = tmp_path / "m"
-    folder.mkdir()
-    text = json.dumps({"weight_map": {"t": "../secret.safetensors"}})
-    (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(DamagedCheckpointError, match="same folder"):
-        convert(folder, tmp_path / "c")
-
-
 def test_a_type_that_safetensors_lacks(tmp_path: Path) -> None:
     shardstore.save(shardstore.shard({"z": torch.zeros(3, dtype=torch.complex128)}), tmp_path / "c")
     with pytest.raises(DTypeMismatchError, match="'z'"):

@@ -14,6 +14,7 @@ import random
 import zipfile
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -392,15 +393,17 @@ def test_sharded_objects_through_dcp(tmp_path: Path) -> None:
     assert wanted == {"rng/one": {"a": [1, 2]}, "rng/two/shard_0_2": 0, "rng/two/shard_1_2": 1}
 
 
-def test_common_tensors_are_not_cast_silently(tmp_path: Path) -> None:
-    shardstore.save({**sharded(), "x": torch.arange(3)}, tmp_path / "c")
-    wanted = {"x": torch.zeros(3)}
-    error = cause(lambda: load(wanted, tmp_path / "c"))
-    assert isinstance(error, DTypeMismatchError)
-    assert "'x'" in str(error)
-    load(wanted, tmp_path / "c", cast=True)
-    assert wanted["x"].tolist() == [0, 1, 2]
-    lossy = {"x": torch.zeros(3, dtype=torch.bool)}
+def test_neither_arrays_nor_common_tensors_are_cast_silently(tmp_path: Path) -> None:
+    shardstore.save({**sharded(), "x": torch.arange(4)}, tmp_path / "c")
+    for key in ("w", "x"):
+        wanted = {key: torch.zeros(4, dtype=torch.float64)}
+        error = cause(partial(load, wanted, tmp_path / "c"))
+        assert isinstance(error, DTypeMismatchError)
+        assert f"'{key}'" in str(error)
+        assert "cast=True" in str(error)
+        load(wanted, tmp_path / "c", cast=True)
+        assert wanted[key].tolist() == [0, 1, 2, 3]
+    lossy = {"x": torch.zeros(4, dtype=torch.bool)}
     assert isinstance(cause(lambda: load(lossy, tmp_path / "c", cast=True)), DTypeMismatchError)
 
 

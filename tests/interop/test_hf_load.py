@@ -128,14 +128,6 @@ def test_a_server_without_ranges_is_an_error(web: RangeServer) -> None:
         hf.load(state(), f"{web.url}/model")
 
 
-def test_a_name_in_an_index_leads_nowhere_else(web: RangeServer, model: Path) -> None:
-    index = {"weight_map": {"w": f"{web.url}/model/model-00002-of-00002.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointingException, match="not a file in the same folder"):
-        hf.load(state(), f"{web.url}/model")
-    assert {path for _, path, _ in web.requests} == {"/model/model.safetensors.index.json"}
-
-
 def test_a_file_that_an_index_names_is_missing(web: RangeServer, model: Path) -> None:
     (model / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointingException, match=r"00002-of-00002\.safetensors"):

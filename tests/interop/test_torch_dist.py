@@ -16,7 +16,6 @@ import shardstore
 from shardstore import ShardedTensor
 from shardstore.dcp.files import DcpFiles
 from shardstore.errors import (
-    AccessPatternError,
     ChunkMissingError,
     DamagedCheckpointError,
     MissingKeyError,
@@ -130,20 +129,6 @@ def test_a_missing_key_names_the_nearest(tmp_path: Path) -> None:
     wanted = {"w": ShardedTensor.from_rank_offsets("embedding.wight", torch.zeros(12, 6))}
     with pytest.raises(MissingKeyError, match=r"embedding\.weight"):
         shardstore.load(wanted, GOLDEN / "tp2dp1")
-
-
-def test_irregular_flattened_ranges_are_refused(tmp_path: Path) -> None:
-    def part(part: slice) -> ShardedTensor:
-        data = torch.zeros(part.stop - part.start)
-        whole = (2, 3)
-        return ShardedTensor(
-            "w", data, data.dtype, whole, whole, (0, 0), None, flattened_range=part
-        )
-
-    state = {"a": part(slice(0, 4)), "b": part(slice(4, 6))}
-    with pytest.raises(AccessPatternError, match="'w'"):
-        shardstore.save(state, tmp_path / "c", ("torch_dist", 1))
-    assert not (tmp_path / "c").exists()
 
 
 def test_an_object_store_is_read_but_not_written(tmp_path: Path) -> None:

@@ -152,17 +152,6 @@ def _holds(path: Path, seed: int) -> bool:
     return not differing(shardstore.load_plain_tensors(path), wanted)
 
 
-def test_a_budget_below_the_state_is_kept(tmp_path: Path) -> None:
-    wanted = {f"w{i}": random_tensor((512, 256), seed=i) for i in range(6)}
-    device = {key: value.to("cuda") for key, value in wanted.items()}
-    handle = shardstore.async_save(
-        sharded(device), tmp_path / "c", strategy(1 << 15), staging_budget_bytes=1 << 17
-    )
-    queue(device.values(), sevens(device.values()), busy_ms=0)
-    handle.result()
-    assert not differing(shardstore.load_plain_tensors(tmp_path / "c"), wanted)
-
-
 def test_page_locked_memory_is_reused_and_its_errors_are_not_about_it(tmp_path: Path) -> None:
     """A state that already is in page-locked memory, and saves one after the other."""
     wanted = {"host": random_tensor((512, 256), seed=1), "device": random_tensor((512, 256))}

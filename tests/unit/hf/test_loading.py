@@ -547,6 +547,7 @@ def test_a_part_that_is_alone_is_a_whole_model(tmp_path: Path, name: str) -> Non
     "name",
     [
         *("../model-1.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", ".hidden"),
+        "http://127.0.0.1:9/x.safetensors",
         *("s3://bucket/x.safetensors", "file:x", "a\\b", "x?y", "x#y", "%2e%2e%2fx", "a\0b"),
     ],
 )
