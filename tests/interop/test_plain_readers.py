@@ -17,6 +17,7 @@ import torch
 
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import node_name
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.other_programs import INTERPRETERS, failures
@@ -36,13 +37,19 @@ def _wholes() -> dict[str, torch.Tensor]:
         "layers/stacked": torch.arange(4 * 6 * 5, dtype=torch.int64).reshape(4, 6, 5),
         "optimizer.exp_avg": torch.arange(50 * 33, dtype=torch.float32).reshape(50, 33),
         LONG_KEY: torch.arange(64 * 1024, dtype=torch.int32).reshape(64, 1024),
-        "half": torch.arange(16 * 4).reshape(16, 4).to(torch.bfloat16),
         "zeros": torch.zeros(8, 8, dtype=torch.uint8),
         "step": torch.tensor(1234),
         "nothing": torch.zeros(0, 4),
-        "mask": (torch.arange(24) % 3 == 0).reshape(4, 6),
         "complex": torch.view_as_complex(torch.arange(24.0).reshape(4, 3, 2)),
+        **{f"types/{name}": _of_type(getattr(torch, name)) for name in dtypes.names()},
     }
+
+
+def _of_type(dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.arange(24).reshape(4, 6)
+    if dtype.itemsize == 1 and dtype != torch.bool:
+        return (10 * numbers).to(torch.uint8).view(dtype)
+    return numbers.to(dtype)
 
 
 def _state(rank: int) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def _state(rank: int) -> dict[str, Any]:
     state["uneven"] = ShardedTensor(
         "uneven", uneven, uneven.dtype, tuple(uneven.shape), (10, 3), (start, 0), None
     )
-    for key in ("half", "zeros", "step", "nothing", "mask", "complex"):
+    for key in ("zeros", "step", "nothing", "complex", *(k for k in whole if k[:6] == "types/")):
         state[key] = cut(key, whole[key], replica_id=rank)
     return state
 
@@ -118,7 +125,9 @@ import numpy as np
 expected = json.loads((root.parent / "expected.json").read_text())
 def same(entry, array):
     key, node, shape, name, file = entry
-    assert list(array.shape) == shape and str(array.dtype) == name, entry
+    assert list(array.shape) == shape, entry
+    # ml_dtypes lacks float4_e2m1fn_x2: arrays of it have a field of that name.
+    assert (array.dtype.names or (str(array.dtype),)) == (name,), entry
     assert np.ascontiguousarray(array).tobytes() == (root.parent / file).read_bytes(), entry
 """
 
@@ -132,7 +141,7 @@ def _program(script: str, root: Path, never: str) -> str:
 
 FORMAT_READER = """
     import hashlib, math, zlib
-    import ml_dtypes  # for the name "bfloat16" alone
+    import ml_dtypes  # for the names of short floats alone
     import xxhash
 
     table = []
@@ -181,7 +190,8 @@ FORMAT_READER = """
         shape = array["shape"]
         edges = array["chunk_grid"]["configuration"]["chunk_shape"]
         assert len(edges) == len(shape) and all(edge >= 1 for edge in edges)
-        dtype = np.dtype(array["data_type"])
+        short = [(array["data_type"], "u1")]
+        dtype = np.dtype(short if array["data_type"].endswith("_x2") else array["data_type"])
         counts = [-(-n // e) for n, e in zip(shape, edges, strict=True)]
         assert count == math.prod(counts) and size == math.prod(edges) * dtype.itemsize
         padded = np.empty([c * e for c, e in zip(counts, edges, strict=True)], dtype)
@@ -204,9 +214,9 @@ FORMAT_READER = """
             padded[place] = np.frombuffer(chunk, dtype).reshape(edges)
             row += 1
         whole = padded[tuple(slice(0, n) for n in shape)]
-        beyond = padded.copy()
-        beyond[tuple(slice(0, n) for n in shape)] = 0
-        assert not beyond.any(), "what lies outside of the array is zero"
+        beyond = np.ones(padded.shape, bool)
+        beyond[tuple(slice(0, n) for n in shape)] = False
+        assert not any(padded[beyond].tobytes()), "what lies outside of the array is zero"
         same(entry, whole)
     assert row == len(manifest["crc32c"]) == about["commit"]["chunks"]
     assert boundary == len(manifest["running_crc32c"]) > 0
@@ -226,7 +236,8 @@ FORMAT_READER = """
 ZARR_READER = """
     import zarr
     group = zarr.open_group(root, mode="r")
-    assert sorted(group.keys()) == sorted(entry[1] for entry in expected)
+    names = sorted(name for name, _ in group.members())
+    assert sorted(group.keys()) == names == sorted(entry[1] for entry in expected)
     for entry in expected:
         same(entry, np.asarray(group[entry[1]][...]))
         assert group[entry[1]].attrs["shardstore"]["key"] == entry[0]
@@ -246,6 +257,8 @@ XARRAY_READER = """
 TENSORSTORE_READER = """
     import tensorstore as ts
     for entry in expected:
+        if entry[3] == "float4_e2m1fn_x2":  # TensorStore lacks it
+            continue
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{root}/{entry[1]}/"}}
         store = ts.open({**spec, "fill_missing_data_reads": False}, read=True).result()
         same(entry, store.read().result())
