@@ -5,25 +5,36 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardstore
-from shardstore import CheckpointingException, ShardedObject, ShardedTensor
-from tests.helpers.ranks_helper import run_ranks
+from shardstore import ShardedObject, ShardedTensor
+from tests.helpers.scenarios import raised, remains
+
+WORLD = 2
 
 
 def _weight(rank: int, world_size: int) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, world_size))
 
 
-def _bad(kind: str, rank: int) -> dict[str, Any]:
+def _save_later(*given: Any) -> None:
+    shardstore.async_save(*given).result()
+
+
+def what_cannot_be_given_back_is_refused_on_every_rank(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    """At once and in the background."""
     text = np.array(["a"])
     empty = ShardedTensor.from_rank_offsets_flat(
         "e", torch.ones(0), (4,), replica_id=rank, flattened_range=slice(0, 0)
@@ -31,63 +42,35 @@ def _bad(kind: str, rank: int) -> dict[str, Any]:
     part = ShardedObject("part", text if rank else 1, (2,), (rank,))
     average = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
     held = ShardedObject("held", argparse.Namespace(ema=average), (2,), (rank,))
-    return {
-        "common": {"at": [{"bad": text if rank == 0 else 1}]},
-        "object of rank 1": {"at": part},
-        "tuple of rank 1": {"at": (_weight(rank, 2),) if rank else 1},
-        "empty range": {"at": empty},
-        "sharded in a namespace": {"at": argparse.Namespace(ema=average)},
-        "sharded in a deque": {"at": [collections.deque([average])]},
-        "sharded in an object": {"at": held},
-    }[kind]
+    cases: list[tuple[Any, tuple[str, ...]]] = [
+        ([{"bad": text if rank == 0 else 1}], ("at.0.bad", "numpy.ndarray")),
+        (part, ("part/shard_1_2", "numpy.ndarray")),
+        ((_weight(rank, 2),) if rank else 1, ("'at'", "tuple")),
+        (empty, ("'e'", "empty range")),
+        (argparse.Namespace(ema=average), ("'at'", "argparse.Namespace", "DTensor")),
+        ([collections.deque([average])], ("'at.0'", "deque", "DTensor")),
+        (held, ("'held/shard_", "argparse.Namespace", "DTensor")),
+    ]
+    for (bad, words), save in itertools.product(cases, (shardstore.save, _save_later)):
+        error = raised(partial(save, {"w": _weight(rank, world_size), "at": bad}, folder / "c"))
+        for word in words:
+            assert word in str(error), error
+    dist.barrier()
+    assert remains(folder) == []
 
 
-NAMED = {
-    "common": ("at.0.bad", "numpy.ndarray"),
-    "object of rank 1": ("part/shard_1_2", "numpy.ndarray"),
-    "tuple of rank 1": ("'at'", "tuple"),
-    "empty range": ("'e'", "empty range"),
-    "sharded in a namespace": ("'at'", "argparse.Namespace", "DTensor"),
-    "sharded in a deque": ("'at.0'", "deque", "DTensor"),
-    "sharded in an object": ("'held/shard_", "argparse.Namespace", "DTensor"),
-}
-
-
-def _save(rank: int, world_size: int, place: str) -> list[str]:
-    said = []
-    for later, kind in itertools.product((False, True), NAMED):
-        state = {"w": _weight(rank, world_size), **_bad(kind, rank)}
-        try:
-            if later:
-                shardstore.async_save(state, place).result()
-            else:
-                shardstore.save(state, place)
-            said.append("saved")
-        except CheckpointingException as error:
-            said.append(str(error))
-    return said
-
-
-def test_every_rank_is_told(tmp_path: Path) -> None:
-    """At once and in the background."""
-    for texts in run_ranks(_save, 2, str(tmp_path / "c")):
-        for text, words in zip(texts, [*NAMED.values()] * 2, strict=True):
-            for word in words:
-                assert word in text, text
-    assert not (tmp_path / "c").exists()
-
-
-def _save_copies(rank: int, world_size: int, place: str) -> None:
+def a_whole_dtensor_in_a_value_is_saved(rank: int, world_size: int, folder: Path) -> None:
+    """Any rank has all of it, unlike a sharded one."""
     mesh = init_device_mesh("cpu", (world_size,))
     whole = DTensor.from_local(torch.arange(2.0), mesh, [Replicate()])
-    shardstore.save({"w": _weight(rank, world_size), "at": argparse.Namespace(ema=whole)}, place)
-    loaded = shardstore.load({}, place)
+    at = argparse.Namespace(ema=whole)
+    shardstore.save({"w": _weight(rank, world_size), "at": at}, folder / "c")
+    loaded = shardstore.load({}, folder / "c")
     assert torch.equal(loaded["at"].ema.to_local(), torch.arange(2.0))
 
 
-def test_a_whole_dtensor_in_a_value_is_saved(tmp_path: Path) -> None:
-    """Any rank has all of it, unlike a sharded one."""
-    run_ranks(_save_copies, 2, str(tmp_path / "c"))
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
 
 
 def test_an_empty_range_of_a_tensor_without_elements_is_nothing(tmp_path: Path) -> None:

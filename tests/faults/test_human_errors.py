@@ -29,14 +29,12 @@ from shardstore.dcp import StorageReader
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
-    CheckpointingException,
     DTypeMismatchError,
     NotACheckpointError,
     StorageError,
 )
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
-from tests.helpers.ranks_helper import run_ranks
 
 
 def sharded(data: Any, key: str = "w") -> ShardedTensor:
@@ -118,21 +116,6 @@ def test_a_tilde_is_the_home_folder(here: Path, monkeypatch: pytest.MonkeyPatch)
     assert sorted(os.listdir(here)) == ["home", "~"]
 
 
-def on_one_rank_only(rank: int, world_size: int, folder: str) -> None:
-    place = folder if rank else ""
-    for call in (shardstore.save, shardstore.load):
-        with pytest.raises(CheckpointingException) as caught:
-            call(state(), place)
-        assert "empty" in str(caught.value)
-        assert isinstance(caught.value, ArgumentError) == (rank == 0)
-
-
-def test_a_wrong_place_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    shardstore.save(state(), tmp_path / "place")
-    run_ranks(on_one_rank_only, 2, str(tmp_path / "place"))
-    assert os.listdir(tmp_path) == ["place"]
-
-
 OF_A_ROOT: dict[str, Callable[[Path], object]] = {
     "sweep": shardstore.sweep,
     "latest": shardstore.latest,
@@ -177,11 +160,6 @@ def test_a_folder_of_steps_is_no_checkpoint_but_names_the_newest(tmp_path: Path)
 
 
 # -- state dicts and tensors -------------------------------------------------------------------
-
-
-def test_a_tensor_instead_of_a_state_dict_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match=r"not a ShardedTensor.*\{name: "):
-        shardstore.save(state()["w"], tmp_path / "place")
 
 
 @pytest.mark.parametrize("wrong", [None, 3.0, [1, 2], np.ones(3)], ids=lambda v: type(v).__name__)

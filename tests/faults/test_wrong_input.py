@@ -29,7 +29,10 @@ from shardstore.errors import (
 )
 from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardstore.saving.session import session_of
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.stores.location import Location
 from shardstore.strategies.common import TorchCommonSaveStrategy
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from shardstore.values.torch_dump import dump_bytes
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.root_documents import about, rewrite
@@ -72,7 +75,7 @@ def refused(
 def a_shard_is_missing(rank: int, world_size: int, folder: Path) -> None:
     state = {} if rank == 1 else {"layer.w": shard("layer.w", rank)}
     words = ("Invalid access pattern", "'layer.w'", "offset (2, 0)", "(2, 4)", "no rank", "replica")
-    refused(state, folder, *words, kind=AccessPatternError)
+    assert refused(state, folder, *words, kind=AccessPatternError).key == "layer.w"
     refused(state, folder, *words, kind=AccessPatternError, sharded_strategy=("zarr", 1))
     # The holder of the first shard, who creates the array, is no special case.
     state = {} if rank == 0 else {"layer.w": shard("layer.w", rank)}
@@ -162,6 +165,48 @@ def places_differ(rank: int, world_size: int, folder: Path) -> None:
     state = {"w": shard("w", rank)}
     name = "elsewhere" if rank == 1 else "c"
     refused(state, folder, "rank 0", "rank 1", "/elsewhere", "/c", "same place", name=name)
+
+
+def a_rank_has_no_place(rank: int, folder: Path) -> None:
+    state, place = {"w": shard("w", rank)}, folder / "c"
+    shardstore.save(state, place)
+    for call in (shardstore.save, shardstore.load):
+        error = raised(lambda call=call: call(state, place if rank else ""))  # type: ignore[misc]
+        assert "empty" in str(error)
+        assert isinstance(error, ArgumentError) == (rank == 0)
+    dist.barrier()
+    assert remains(folder) == ["c"]
+
+
+def a_rank_gives_what_is_no_group(rank: int, folder: Path) -> None:
+    state, place = {"w": shard("w", 0, 1, replica_id=rank)}, folder / "c"
+    wrong: Any = 3 if rank == 1 else None
+    refused(state, folder, "replica_group=3", replica_group=wrong)
+    shardstore.save(state, place, replica_group=dist.group.WORLD)
+    error = raised(lambda: shardstore.load(state, place, replica_group=wrong))
+    assert "replica_group=3" in str(error)
+    # What a rank that is no member of a group holds of it.
+    alone = dist.new_group([0])
+    shardstore.save(state, place, overwrite=True, replica_group=alone)
+    shardstore.load(state, place, replica_group=alone)
+
+
+def a_rank_wants_no_documents_of_arrays(rank: int, folder: Path) -> None:
+    state = {"w": shard("w", rank)}
+    for place in (str(folder / "c"), f"local://{folder}/d"):
+        error = raised(lambda p=place: shardstore.save(state, p, array_documents=rank != 0))  # type: ignore[misc]
+        said = "saves with array_documents=True but rank 0 with array_documents=False"
+        assert said in str(error)
+        if rank == 0:
+            assert not Location.of(place).listing()
+        shardstore.save(state, place, array_documents=False)
+        strategy = ZarrSaveShardedStrategy("zarr", 2, array_documents=rank != 0)
+        shardstore.save(state, place, strategy, array_documents=rank == 0, overwrite=True)
+        shardstore.load(state, place)
+        stored = StoredCheckpoint(Location.of(place))
+        assert stored.root is not None
+        assert not stored.root.array_documents
+        assert sorted(stored.location.listing("w")) == ["c.0.0", "c.1.0", "c.2.0"]
 
 
 def a_rank_has_no_deadline(rank: int, world_size: int, folder: Path) -> None:

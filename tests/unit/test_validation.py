@@ -152,23 +152,6 @@ def test_staircase_with_a_huge_fragment_grid() -> None:
 # -- tensors -----------------------------------------------------------------------------------
 
 
-def test_hole_names_key_and_region() -> None:
-    with pytest.raises(AccessPatternError, match="Invalid access pattern") as caught:
-        validate_sharding_integrity([[_cell(0, 3)], [_cell(2, 3)]])
-    text = str(caught.value)
-    assert "'grid'" in text
-    assert "offset (2,) of shape (2,)" in text
-    assert "no main replica on any rank (a rank may lack the key" in text
-    assert caught.value.key == "grid"
-
-
-def test_overlap_names_the_ranks() -> None:
-    with pytest.raises(AccessPatternError, match="Invalid access pattern") as caught:
-        validate_sharding_integrity([[_cell(0, 3)], [_cell(1, 3)], [_cell(2, 3)], [_cell(1, 3)]])
-    assert "ranks [1, 3]" in str(caught.value)
-    assert "offset (2,) of shape (2,)" in str(caught.value)
-
-
 def test_shard_outside_the_global_shape() -> None:
     shards = [[_box((0,), (4,), (6,))], [_box((4,), (3,), (6,))]]
     with pytest.raises(AccessPatternError, match=r"rank 1 .*outside.*\(6,\)"):
