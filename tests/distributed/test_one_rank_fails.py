@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
@@ -25,9 +27,10 @@ from shardstore.saving.plan import fetched
 from shardstore.storage.movers.chunks import Source
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import raised, remains
 
 WORLD = 2
+TIMEOUT_S = 280
 DEADLINE_S = 600
 """Longer than any test here may take: whoever waits for it fails the test."""
 
@@ -130,7 +133,7 @@ def state(rank: int, flat: bool) -> dict[str, Any]:
 
 
 def save(
-    rank: int, place: str, flat: bool, asynchronous: bool, budget: int | None = None, **how: Any
+    rank: int, place: Path, flat: bool, asynchronous: bool, budget: int | None = None, **how: Any
 ) -> None:
     saved = {**state(rank, flat), **how.pop("more", {})}
     if asynchronous:
@@ -150,62 +153,44 @@ CASES = list(product((True, False), range(len(WAYS)), range(len(FAILURES)), rang
 """Whether the state has flattened ranges, and the numbers of the way, the failure and the rank."""
 
 
-def fail_and_go_on(rank: int, world: int, root: str) -> list[str]:
+def failure_of(call: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return caught.value
+
+
+def all_are_told_and_the_next_save_works(rank: int, folder: Path) -> None:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
-    wrong = []
     for case in CASES:
         flat, way, failure, victim = case
         name, made = list(FAILURES.items())[failure]
-        how: dict[str, Any] = {key: make() for key, make in made.items()}
-        if not made:
-            how = {"more": unpicklable(rank)}
-        try:
-            save(rank, f"{root}/{case}", flat, *WAYS[way], **(how if rank == victim else {}))
-            wrong.append(f"{name}, {case}: saved")
-        except Fails:
-            if rank != victim:
-                wrong.append(f"{name}, {case}: raised as it is on another rank")
-        except CheckpointingException as error:
-            if made and f"rank {victim}: Fails: " not in str(error):
-                wrong.append(f"{name}, {case}: {error!r}")
-        except Exception as error:
-            if rank != victim:
-                wrong.append(f"{name}, {case}: {error!r}")
-        save(rank, f"{root}/{case}-good", flat, *WAYS[way])
-    return wrong
+        how = {key: make() for key, make in made.items()} or {"more": unpicklable(rank)}
+        own = how if rank == victim else {}
+        error = failure_of(partial(save, rank, folder / f"{case}", flat, *WAYS[way], **own))
+        is_ours = isinstance(error, CheckpointingException)
+        assert is_ours or rank == victim, (name, case, error)
+        assert not (is_ours and made) or f"rank {victim}: Fails: " in str(error), (name, case)
+        save(rank, folder / f"{case}-good", flat, *WAYS[way])
+    dist.barrier()
+    assert remains(folder) == sorted(f"{case}-good" for case in CASES)
 
 
-def test_all_are_told_and_the_next_save_works(tmp_path: Path) -> None:
-    found = run_ranks(fail_and_go_on, WORLD, str(tmp_path), timeout_s=280)
-    assert found == [[]] * WORLD
-    assert sorted(os.listdir(tmp_path)) == sorted(f"{case}-good" for case in CASES)
-
-
-def told_of_pieces(rank: int, world: int, root: str) -> list[str]:
+def what_is_told_of_pieces_that_ranks_exchange(rank: int, world_size: int, folder: Path) -> None:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
-    wrong = []
     cases = (
         (SourceFallsShort("zarr", 2), "source", "key 'f', chunk (", "announced"),
         (PiecesFailFirst("zarr", 2), "chunk", "source", "Fails"),
     )
     for number, (strategy, unexpected, *expected) in enumerate(cases):
-        for victim in range(world):
+        for victim in range(world_size):
             how = {"sharded_strategy": strategy} if rank == victim else {}
-            try:
-                save(rank, f"{root}/{number}-{victim}", True, False, **how)
-                wrong.append(f"{expected}: saved")
-            except Exception as error:
-                said = repr(error)
-                if not all(word in said for word in expected) or unexpected in said:
-                    wrong.append(f"{expected} on rank {victim}, told: {said}")
-    save(rank, f"{root}/good", True, False)
-    return wrong
-
-
-def test_what_is_told_of_pieces_that_ranks_exchange(tmp_path: Path) -> None:
-    found = run_ranks(told_of_pieces, WORLD, str(tmp_path), timeout_s=280)
-    assert found == [[]] * WORLD
-    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+            place = folder / f"{number}-{victim}"
+            said = repr(failure_of(partial(save, rank, place, True, False, **how)))
+            assert all(word in said for word in expected), said
+            assert unexpected not in said
+    save(rank, folder / "good", True, False)
+    dist.barrier()
+    assert remains(folder) == ["good"]
 
 
 WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -222,67 +207,45 @@ WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def load_parts_and_go_on(rank: int, world: int, root: str) -> list[str]:
+def all_are_told_of_parts_that_can_not_be_loaded(rank: int, folder: Path) -> None:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
-    place = f"{root}/c"
-    save(rank, place, False, False)
-    save(rank, f"{root}/damaged", False, False)
+    for name in ("c", "damaged"):
+        save(rank, folder / name, False, False)
     if rank == 0:
-        Path(root, "damaged", "zarr.json").write_text("{")
-    wrong = []
-
-    def attempt(about: str, victims: tuple[int, ...], options: dict[str, Any], says: str) -> None:
-        how = {"checkpoint_dir": place, "keys": ["w"], **(options if rank in victims else {})}
-        if how["checkpoint_dir"] not in ("", place):
-            how["checkpoint_dir"] = f"{root}/{how['checkpoint_dir']}"
-        try:
-            shardstore.load_plain_tensors(**how)
-            wrong.append(f"{about}: loaded")
-        except Exception as error:
-            told = isinstance(error, RanksError)
-            if says not in str(error) or told == (rank in victims):
-                wrong.append(f"{about}: {error!r}")
-            elif told and f"rank {victims[0]}: " not in str(error):
-                wrong.append(f"{about}, named wrong: {error!r}")
-        loaded = shardstore.load_plain_tensors(place, keys=["w"] if rank else None)
-        if loaded["w"].tolist() != [0.0] * 4 + [1.0] * 4:
-            wrong.append(f"{about}: the next load is wrong")
-
-    for name, (options, says) in WRONG_PARTS.items():
-        for victims in ((0,), (1,), (0, 1)):
-            attempt(f"{name} on rank(s) {victims}", victims, options, says)
+        (folder / "damaged" / "zarr.json").write_text("{")
+    for (name, (options, says)), victims in product(WRONG_PARTS.items(), ((0,), (1,), (0, 1))):
+        how = {"checkpoint_dir": "c", "keys": ["w"], **(options if rank in victims else {})}
+        how["checkpoint_dir"] = how["checkpoint_dir"] and folder / how["checkpoint_dir"]
+        error = failure_of(partial(shardstore.load_plain_tensors, **how))
+        about = f"{name} on rank(s) {victims}: {error!r}"
+        assert says in str(error), about
+        assert isinstance(error, RanksError) == (rank not in victims), about
+        assert rank in victims or f"rank {victims[0]}: " in str(error), about
+        loaded = shardstore.load_plain_tensors(folder / "c", keys=["w"] if rank else None)
+        assert loaded["w"].tolist() == [0.0] * 4 + [1.0] * 4, about
     with pytest.raises(MissingKeyError):
-        shardstore.load_plain_tensors(place, keys=["typo"])
-    return wrong
+        shardstore.load_plain_tensors(folder / "c", keys=["typo"])
 
 
-def test_all_are_told_of_parts_that_can_not_be_loaded(tmp_path: Path) -> None:
-    found = run_ranks(load_parts_and_go_on, WORLD, str(tmp_path), timeout_s=280)
-    assert found == [[]] * WORLD
-
-
-def call_different_functions(rank: int, world: int, root: str) -> list[str]:
+def ranks_that_call_different_functions_are_told_so_and_can_go_on(
+    rank: int, world_size: int, folder: Path
+) -> None:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
-    place, wrong = f"{root}/c", []
+    place = folder / "c"
     save(rank, place, False, False)
     calls: tuple[Callable[[], object], ...] = (
         lambda: shardstore.load(state(rank, False), place),
-        lambda: save(rank, f"{root}/other", False, False),
+        lambda: save(rank, folder / "other", False, False),
         lambda: shardstore.load_plain_tensors(place, keys=["w"]),
     )
     for n, called in enumerate(calls):
         for other in calls[:n] + calls[n + 1 : 2]:
-            try:
-                (called if rank == 0 else other)()
-                wrong.append("no error")
-            except RanksError as error:
-                if not all(f"rank {r} is " in str(error) for r in range(world)):
-                    wrong.append(str(error))
+            error = raised(called if rank == 0 else other)
+            assert isinstance(error, RanksError)
+            assert all(f"rank {r} is " in str(error) for r in range(world_size)), error
             shardstore.load(state(rank, False), place)
-            save(rank, f"{root}/next-{n}-{calls.index(other)}", False, False)
-    return wrong
+            save(rank, folder / f"next-{n}-{calls.index(other)}", False, False)
 
 
-def test_ranks_that_call_different_functions_are_told_so_and_can_go_on(tmp_path: Path) -> None:
-    found = run_ranks(call_different_functions, WORLD, str(tmp_path), timeout_s=60)
-    assert found == [[]] * WORLD
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
