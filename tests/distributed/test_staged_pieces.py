@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import shardstore
 from shardstore import ShardedTensor
@@ -20,10 +22,11 @@ from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.memory import peak_rss_bytes, reset_peak
-from tests.helpers.ranks_helper import run_ranks
+from tests.helpers.scenarios import remains
 
 MIB = 2**20
 WORLD = 2
+TIMEOUT_S = 280
 DEADLINE_S = 600
 """Longer than the test may take: whoever waits for it fails the test."""
 
@@ -50,28 +53,24 @@ SLACK = 24 * MIB
 """For threads, buffers of messages, documents. The shared chunks of one rank are 48 MiB."""
 
 
-def peak(rank: int, world: int, root: str) -> int:
+def shared_chunks_keep_to_the_staging_budget(rank: int, folder: Path) -> None:
     strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=2 * MIB)
     options: dict[str, Any] = {"staging_budget_bytes": BUDGET, "durable": False}
     # Once before, so that what is imported and started with the first save does not count.
-    shardstore.async_save(halves(rank, 1, *SHAPE), f"{root}/a", strategy, **options).result(60)
+    shardstore.async_save(halves(rank, 1, *SHAPE), folder / "a", strategy, **options).result(60)
     POOL.clear()
     state = halves(rank, TENSORS, *SHAPE)
     before = reset_peak()
-    shardstore.async_save(state, f"{root}/b", strategy, **options).result(60)
-    return peak_rss_bytes() - before
-
-
-def test_shared_chunks_keep_to_the_staging_budget(tmp_path: Path) -> None:
-    for grown in run_ranks(peak, WORLD, str(tmp_path)):
-        assert grown <= BUDGET + SLACK, f"{grown / MIB:.1f} MiB"
+    shardstore.async_save(state, folder / "b", strategy, **options).result(60)
+    grown = peak_rss_bytes() - before
+    assert grown <= BUDGET + SLACK, f"{grown / MIB:.1f} MiB"
 
 
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=4096)
 SMALL_SHAPE = (64, 64)
 
 
-def any_budget(rank: int, world: int, root: str) -> None:
+def any_staging_budget_saves_every_piece(rank: int, folder: Path) -> None:
     whole = torch.arange(64.0 * 64).reshape(SMALL_SHAPE)
     for number, (budget, overlap) in enumerate(
         (budget, overlap)
@@ -82,7 +81,7 @@ def any_budget(rank: int, world: int, root: str) -> None:
         state = halves(rank, 20, *SMALL_SHAPE)
         handle = shardstore.async_save(
             state,
-            f"{root}/{number}",
+            folder / f"{number}",
             SMALL,
             staging_budget_bytes=budget,
             overlap_staging=overlap,
@@ -91,12 +90,8 @@ def any_budget(rank: int, world: int, root: str) -> None:
         for tensor in state.values():
             tensor.data.fill_(-1)
         handle.result(60)
-        loaded = shardstore.load_plain_tensors(f"{root}/{number}")
+        loaded = shardstore.load_plain_tensors(folder / f"{number}")
         assert all(torch.equal(loaded[f"w{n}"], whole + n) for n in range(20))
-
-
-def test_any_staging_budget_saves_every_piece(tmp_path: Path) -> None:
-    run_ranks(any_budget, WORLD, str(tmp_path))
 
 
 class Fails(Exception):  # noqa: N818
@@ -125,41 +120,33 @@ def _no_mover(session: SaveSession) -> None:
     raise Fails("no store")
 
 
-def stopped(rank: int, world: int, root: str) -> list[str]:
+def an_error_of_the_writer_ends_the_save_and_is_told(
+    rank: int, world_size: int, folder: Path
+) -> None:
     os.environ[DEADLINE_VARIABLE] = str(DEADLINE_S)
     right, abort = SaveSession.mover, SaveSession.abort
-    wrong = []
     cases: tuple[tuple[str, Any, type[Exception], str], ...] = (
         ("writer", lambda session: WritesOne(session, _disk_full), Fails, "disk full"),
         ("abort", lambda session: WritesOne(session, abort), SaveInProgressError, "aborted"),
         ("mover", _no_mover, Fails, "no store"),
     )
-    for victim in range(world):
-        for name, mover, kind, text in cases:
-            about = f"{name} on rank {victim}"
-            if rank == victim:
-                SaveSession.mover = property(mover)  # type: ignore[assignment]
-            handle = shardstore.async_save(
-                halves(rank, 20, *SMALL_SHAPE),
-                f"{root}/{victim}-{name}",
-                SMALL,
-                staging_budget_bytes=9000,
-            )
-            error = handle.exception(150)
-            SaveSession.mover = right  # type: ignore[method-assign]
-            expected = kind if rank == victim else (RanksError, SaveInProgressError)
-            if not isinstance(error, expected) or text not in str(error):
-                wrong.append(f"{about}: {error!r}")
-            if not handle.wait_staged(0):
-                wrong.append(f"{about}: still copying")
-    handle = shardstore.async_save(
-        halves(rank, 20, *SMALL_SHAPE), f"{root}/good", SMALL, staging_budget_bytes=9000
-    )
-    handle.result(60)
-    return wrong
+    options: dict[str, Any] = {"staging_budget_bytes": 9000}
+    for victim, (name, mover, kind, text) in product(range(world_size), cases):
+        if rank == victim:
+            SaveSession.mover = property(mover)  # type: ignore[assignment]
+        place, state = folder / f"{victim}-{name}", halves(rank, 20, *SMALL_SHAPE)
+        handle = shardstore.async_save(state, place, SMALL, **options)
+        error = handle.exception(150)
+        SaveSession.mover = right  # type: ignore[method-assign]
+        expected = kind if rank == victim else (RanksError, SaveInProgressError)
+        assert isinstance(error, expected), (name, victim, error)
+        assert text in str(error), (name, victim)
+        assert handle.wait_staged(0), (name, victim)
+    state = halves(rank, 20, *SMALL_SHAPE)
+    shardstore.async_save(state, folder / "good", SMALL, **options).result(60)
+    dist.barrier()
+    assert remains(folder) == ["good"]
 
 
-def test_an_error_of_the_writer_ends_the_save_and_is_told(tmp_path: Path) -> None:
-    found = run_ranks(stopped, WORLD, str(tmp_path), timeout_s=200)
-    assert found == [[]] * WORLD
-    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
+    assert all(scenario in names for names in held)
