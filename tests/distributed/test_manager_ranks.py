@@ -14,6 +14,7 @@ import torch.distributed as dist
 import shardstore
 from shardstore import CheckpointManager, ShardedTensor
 from shardstore.errors import (
+    ArgumentError,
     CheckpointingException,
     DamagedCheckpointError,
     RanksError,
@@ -241,6 +242,15 @@ def content_metadata_of_the_state_is_kept(rank: int, world_size: int, folder: Pa
     assert "content_metadata" in str(error)
     assert "no dict" in str(error)
     assert manager.steps() == [1, 2]
+
+
+def ranks_that_ask_about_different_steps_are_told(rank: int, folder: Path) -> None:
+    manager = CheckpointManager(folder, every_s=3600)
+    with pytest.raises(ArgumentError, match="rank 0 asks about step 5, rank 1 about step 6"):
+        manager.should_save(5 + rank)
+    with pytest.raises(ArgumentError if rank else RanksError):
+        manager.should_save(-1 if rank else 7)
+    assert not manager.should_save(8)
 
 
 def test_ranks_manage_alike(held: list[list[str]], scenario: str) -> None:

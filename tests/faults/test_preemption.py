@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstore import CheckpointManager
-from shardstore.errors import ArgumentError, RanksError
+from shardstore.errors import RanksError
 from shardstore.manager import checkpoint_manager
 from tests.helpers.ranks_helper import run_ranks
 
@@ -156,19 +156,6 @@ def a_rank_that_does_not_come(rank: int, world_size: int, folder: Path) -> None:
 
 def test_ranks_do_not_wait_longer_than_the_cluster(tmp_path: Path) -> None:
     run_ranks(a_rank_that_does_not_come, WORLD, tmp_path)
-
-
-def different_steps(rank: int, world_size: int, folder: Path) -> None:
-    manager = CheckpointManager(folder, every_s=3600)
-    with pytest.raises(ArgumentError, match="rank 0 asks about step 5, rank 1 about step 6"):
-        manager.should_save(5 + rank)
-    with pytest.raises(ArgumentError if rank else RanksError):
-        manager.should_save(-1 if rank else 7)
-    assert not manager.should_save(8)
-
-
-def test_ranks_that_ask_about_different_steps_are_told(tmp_path: Path) -> None:
-    run_ranks(different_steps, WORLD, tmp_path)
 
 
 if __name__ == "__main__":

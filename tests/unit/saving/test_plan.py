@@ -81,12 +81,22 @@ UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
     "uint4": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.uint4),
     "fake": lambda: FakeTensorMode().from_tensor(torch.ones(3)),
 }
+SHARDS: dict[str, Callable[[], torch.Tensor]] = {
+    **UNUSUAL,
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "csr": lambda: torch.eye(2).to_sparse_csr(),
+    "meta": lambda: torch.ones(3, device="meta"),
+    **({"mkldnn": torch.eye(2).to_mkldnn} if torch.backends.mkldnn.is_available() else {}),
+}
+"""Among common values, sparse tensors are saved."""
 REMEDIES = {
+    **dict.fromkeys(("sparse", "csr", "mkldnn"), r"no plain memory.*to_dense\(\)"),
+    "meta": "no plain memory.*values",
+    "fake": "values",
     **dict.fromkeys(("wrapper", "kept wrapper", "parameter"), r"__tensor_flatten__"),
     **dict.fromkeys(("nested", "jagged"), r"unbind\(\)"),
     "quantised": r"int_repr\(\)",
     "uint4": r"view\(torch\.uint8\)",
-    "fake": "values",
 }
 
 
@@ -106,7 +116,8 @@ STATES: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *product(UNUSUAL, ("sharded", "common")),
+        *product(SHARDS, ("sharded",)),
+        *product(UNUSUAL, ("common",)),
         *product(("kept wrapper", "jagged"), ("shard()", "in a tuple", "in an object")),
     ],
 )
@@ -116,9 +127,9 @@ def test_unusual_tensors_are_refused_by_key(tmp_path: Path, name: str, how: str)
             continue  # DCP pickles objects
         place = tmp_path / str(number)
         with pytest.raises(DTypeMismatchError, match=rf"at\.bad.*{REMEDIES[name]}"):
-            shardstore.save(STATES[how](UNUSUAL[name]()), place, backend)
+            shardstore.save(STATES[how](SHARDS[name]()), place, backend)
         with pytest.raises(DTypeMismatchError, match=r"at\.bad"):
-            shardstore.async_save(STATES[how](UNUSUAL[name]()), place, backend).result()
+            shardstore.async_save(STATES[how](SHARDS[name]()), place, backend).result()
         assert not place.exists()
 
 
