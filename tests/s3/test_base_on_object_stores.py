@@ -1,5 +1,5 @@
 """Saves upon a base in an object store: what is equal is copied by the store, counted on the wire;
-each checkpoint stands alone; nobody's newer chunks are overwritten."""
+each checkpoint stands alone, as on a disk; nobody's newer chunks are overwritten."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
 
 @pytest.fixture(params=["s3", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
-    """A server, memory, and files by way of fsspec."""
+    """A server, memory, a disk, and its files by way of fsspec."""
     if request.param == "memory":
         return Location.of(f"memory://{uuid.uuid4().hex}").child
+    if request.param == "disk":
+        return Location.of(tmp_path).child
     if request.param == "local":
         return Location.of(f"local://{tmp_path}").child
     server: S3Server = request.getfixturevalue("s3_server")
@@ -82,6 +84,8 @@ def random_state() -> dict[str, torch.Tensor]:
         ("s3", "compressed"),
         ("memory", "at once"),
         ("local", "at once"),
+        ("disk", "at once"),
+        ("disk", "in the background"),
     ],
     indirect=["place"],
 )
@@ -117,6 +121,7 @@ def test_a_base_that_is_replaced_is_sent(place: Target) -> None:
     check(tensors, place("a"))
 
 
+@pytest.mark.parametrize("place", ["s3", "memory", "disk"], indirect=True)
 def test_damaged_chunks_of_the_base_are_not_taken_over(
     place: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,7 +133,7 @@ def test_damaged_chunks_of_the_base_are_not_taken_over(
     base.write("w/c.2.0", whole[:100])
     base.write("w/c.3.0", whole + b"more")
     base.write("w/c.4.0", whole)
-    base.remote.delete(["w/c.5.0"])
+    base.delete("w/c.5.0")
     counted = save(tensors, place("b"), base=base.place)
     assert counted["chunks_written"] == 4
     check(tensors, place("b"))
