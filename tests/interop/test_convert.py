@@ -83,22 +83,6 @@ def test_checkpoints_of_megatron_are_converted(name: str, tmp_path: Path) -> Non
     assert np.array_equal(np.asarray(group["token_counts"][...]), values)
 
 
-def test_dcp(tmp_path: Path) -> None:
-    tensors = some_tensors()
-    state = {**tensors, "optim": {"lr": 0.1, "betas": (0.9, 0.95), "groups": [{"params": [0, 1]}]}}
-    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    convert(tmp_path / "dcp", tmp_path / "c")
-    assert same(tensors_of(tmp_path / "c"), tensors)
-    common = shardstore.load_common_state_dict(tmp_path / "c")
-    assert common == {"optim": state["optim"]}
-    convert(tmp_path / "c", tmp_path / "back", target_format="dcp", memory_budget=20_000)
-    wanted: dict[str, Any] = {key: torch.zeros_like(value) for key, value in tensors.items()}
-    wanted["optim"] = {"lr": 0, "betas": (), "groups": [{"params": [0]}]}
-    dcp.load(wanted, checkpoint_id=str(tmp_path / "back"), no_dist=True)
-    assert wanted.pop("optim") == state["optim"]
-    assert same(wanted, tensors)
-
-
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.qint8])
 def test_a_type_of_dcp_that_no_array_stores_is_named_with_its_key(
     tmp_path: Path, dtype: torch.dtype

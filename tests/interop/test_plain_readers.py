@@ -293,26 +293,6 @@ def test_tensorstore_reads_a_checkpoint(checkpoint: Path, which: str) -> None:
     assert failures(which, "import numpy", {"tensorstore": program}) == {}
 
 
-def test_what_reads_by_an_arrays_own_path_finds_none_without_documents(root_only: Path) -> None:
-    # xarray as well as zarr, where it is told not to use the consolidated metadata.
-    listing = """
-        import warnings, xarray, zarr
-        warnings.simplefilter("ignore")
-        assert not list(zarr.open_group(root, mode="r", use_consolidated=False).keys())
-        assert not xarray.open_zarr(root, chunks=None, consolidated=False).variables
-    """
-    scripts = {
-        "tensorstore": TENSORSTORE_READER,
-        "zarr": "import zarr\nzarr.open_array(root / 'rows', mode='r')",
-        "listing": listing,
-    }
-    programs = {name: _program(script, root_only, "torch") for name, script in scripts.items()}
-    failed = failures("here", "import numpy, zarr", programs)
-    assert "NOT_FOUND" in failed.pop("tensorstore")
-    assert "ArrayNotFoundError" in failed.pop("zarr")
-    assert failed == {}
-
-
 def test_others_notice_a_flipped_bit_too(checkpoint: Path) -> None:
     chunk = checkpoint / "columns" / "c.0.1"
     good = chunk.read_bytes()
