@@ -282,43 +282,6 @@ def test_files_with_the_names_of_numpy_1_load() -> None:
         assert exactly_same(value, load_bytes(archive(text), "/place/common.pt"))
 
 
-def content(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach() if tensor.layout == torch.strided else tensor.to_dense()
-    return bytes(
-        dense.resolve_conj().clone(memory_format=torch.contiguous_format).untyped_storage()
-    )
-
-
-def test_tensors_of_all_forms_load() -> None:
-    marked = torch.ones(2)
-    marked.mark = 5  # type: ignore[attr-defined]
-    whole = torch.arange(12.0).reshape(3, 4)
-    state = {
-        "views": [whole[1:, ::2], whole.T, whole.expand(2, 3, 4)],
-        "narrow": [torch.ones(3).to(dtype) for dtype in (torch.float8_e4m3fn, torch.bfloat16)],
-        "unsigned": torch.ones(2, dtype=torch.uint16),
-        "parameter": torch.nn.Parameter(torch.ones(2)),
-        "complex": torch.ones(2, dtype=torch.complex64).conj(),
-        "empty": torch.zeros(0, 3),
-        "sparse": torch.eye(3).to_sparse(),
-        "rows": torch.eye(3).to_sparse_csr(),
-        "marked": marked,
-        "grad": torch.ones(2, requires_grad=True),
-    }
-    found = load_bytes(dump_bytes(state), "/place/common.pt")
-    for name, value in state.items():
-        both = (value, found[name]) if type(value) is list else ([value], [found[name]])
-        for one, other in zip(*both, strict=True):
-            assert type(one) is type(other)
-            assert (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
-            assert one.requires_grad == other.requires_grad
-            assert content(one) == content(other)
-    assert found["marked"].mark == 5
-    # Views of one storage stay that.
-    found["views"][0][0, 0] = 77
-    assert found["views"][1][0, 1] == 77
-
-
 def test_a_factory_that_is_a_function_is_damage() -> None:
     data = archive(b"\x80\x02ccollections\ndefaultdict\nc_codecs\nencode\n\x85R.")
     with pytest.raises(DamagedCheckpointError, match="defaultdict"):

@@ -53,7 +53,7 @@ def exactly_same(a: Any, b: Any) -> bool:
 
 
 def _elements(tensor: torch.Tensor) -> bytes:
-    whole = tensor.detach().cpu().to_dense().contiguous()
+    whole = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous()
     # Not reshape: a single element may keep a stride, and then has no view of its bytes.
     flat = whole.as_strided((whole.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
