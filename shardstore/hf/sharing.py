@@ -15,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from shardstore.distributed.coordinator import Ranks
 from shardstore.hf.blocks import Block, Holders, Piece, exchange_pieces, pieces_of
+from shardstore.loading.read import copy_to
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box
@@ -198,9 +198,7 @@ def _send(
             dtype = dtypes.numpy_dtype(region.array.dtype)
             where: tuple[Any, ...] = (..., *piece.box.relative_to(piece.held.offset).slices)
             out = region.out[where]
-            target = dtypes.as_tensor(out) if isinstance(out, np.ndarray) else out
-            with torch.no_grad():
-                target.copy_(dtypes.as_tensor(values.view(dtype).reshape(piece.box.shape)))
+            copy_to(out, values.view(dtype).reshape(piece.box.shape))
             done(out.nbytes, 0)
 
     def give(block: Block, piece: Piece) -> NDArray[np.uint8]:

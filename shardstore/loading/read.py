@@ -176,10 +176,15 @@ def deliver(buffer: NDArray[np.uint8], batch: Sequence[BufferedBox], done: ReadD
     """Copy the bytes of a batch to their destinations."""
     for piece, view in zip(batch, _views(buffer, batch), strict=True):
         for where, out in piece.targets:
-            target = dtypes.as_tensor(out) if isinstance(out, np.ndarray) else out
-            with torch.no_grad():
-                target.copy_(dtypes.as_tensor(view[where]))
+            copy_to(out, view[where])
             done(out.nbytes, piece.chunks)
+
+
+def copy_to(out: Any, values: NDArray[Any]) -> None:
+    """Copy values to an array of their data type, or to a tensor of any type on any device."""
+    target = dtypes.as_tensor(out) if isinstance(out, np.ndarray) else out
+    with torch.no_grad():
+        target.copy_(dtypes.as_tensor(values))
 
 
 def _views(buffer: NDArray[np.uint8], batch: Sequence[BufferedBox]) -> list[NDArray[Any]]:
