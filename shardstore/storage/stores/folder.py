@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -187,10 +187,6 @@ class LocalFolder(Location):
             return found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns)
         return None
 
-    def sizes(self, names: Iterable[str]) -> Mapping[str, int]:
-        """See :meth:`Location.sizes`."""
-        return {name: found[0] for name in names if (found := self.stamp(name)) is not None}
-
     def listing(self, name: str = "") -> list[str]:
         """See :meth:`Location.listing`."""
         path = self._path(name)
@@ -300,10 +296,6 @@ class LocalFolder(Location):
             if self.is_link(folder) or not self.walk(folder):
                 self.delete(folder)
 
-    def shares_store(self, source: Location) -> bool:
-        """See :meth:`Location.shares_store`."""
-        return type(source) is type(self)
-
     def copy_from(self, source: Location, name: str) -> bool:
         """Make a hard link. Symbolic links are not copied: they may lead out of the source. See
         :meth:`Location.copy_from`."""
@@ -322,10 +314,6 @@ class LocalFolder(Location):
     def kvstore(self, document: str | None = None) -> dict[str, Any]:
         """See :meth:`Location.kvstore`."""
         return {"driver": self.driver, "path": f"{self.url}/"}
-
-    def wait(self, future: Any, size: int) -> Any:
-        """See :meth:`Location.wait`."""
-        return future.result()
 
     def _path(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url

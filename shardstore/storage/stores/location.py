@@ -372,9 +372,9 @@ class Location(ABC):
             StorageError: the store failed.
         """
 
-    @abstractmethod
     def sizes(self, names: Iterable[str]) -> Mapping[str, int]:
         """Return the sizes in bytes of those of the files that exist, and maybe of others."""
+        return {name: found[0] for name in names if (found := self.stamp(name)) is not None}
 
     @abstractmethod
     def listing(self, name: str = "") -> list[str]:
@@ -413,13 +413,13 @@ class Location(ABC):
             StorageError: the store failed.
         """
 
-    @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """Replace a small document in one atomic step.
+        """Replace a small document in one atomic step, as each write of an object store is.
 
         Raises:
             StorageError: the store refused; the old document is unchanged.
         """
+        self.write(name, data)
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
@@ -470,9 +470,9 @@ class Location(ABC):
         """Remove documents, in bulk requests if the store has them; then those of ``folders`` that
         are links, or have no files. Raises the errors of :meth:`delete`."""
 
-    @abstractmethod
     def shares_store(self, source: Location) -> bool:
         """Return whether :meth:`copy_from` may copy from there."""
+        return type(source) is type(self)
 
     @abstractmethod
     def copy_from(self, source: Location, name: str) -> bool:
@@ -514,7 +514,6 @@ class Location(ABC):
                 TensorStore does not find the document.
         """
 
-    @abstractmethod
     def wait(self, future: Any, size: int) -> Any:
         """Return the result of a read of ``size`` bytes by TensorStore, within the deadline of the
         store.
@@ -523,6 +522,7 @@ class Location(ABC):
             StorageError: no answer came in time.
             ValueError: any other error of TensorStore.
         """
+        return future.result()
 
     def require_absent(self, name: str) -> None:  # noqa: B027
         """Raise :class:`StorageError` if there is an object that TensorStore did not find."""

@@ -139,10 +139,6 @@ class ObjectPrefix(Location):
         """See :meth:`Location.write`."""
         self.remote.write(name, data)
 
-    def replace(self, name: str, data: bytes) -> None:
-        """See :meth:`Location.replace`."""
-        self.remote.write(name, data)
-
     def create(self, name: str, data: bytes) -> bool:
         """See :meth:`Location.create`."""
         return self.remote.create(name, data)
@@ -170,7 +166,7 @@ class ObjectPrefix(Location):
 
     def shares_store(self, source: Location) -> bool:
         """See :meth:`Location.shares_store`."""
-        return type(source) is type(self) and self.remote.is_same_store(source.remote)
+        return super().shares_store(source) and self.remote.is_same_store(source.remote)
 
     def copy_from(self, source: Location, name: str) -> bool:
         """See :meth:`Location.copy_from`."""
