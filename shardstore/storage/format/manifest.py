@@ -54,9 +54,8 @@ NOT_PACKED = 2**32 - 1
 MOST_PACKED = 100
 """Maximum compression ratio of the member ``arrays``, beyond 64 KiB of uncompressed text."""
 _PACK_ROW = struct.Struct("<qqQII16sIQ").pack
-_OF_ARRAYS = ("arrays", "summaries", "describers", "created", "rows", "running")
-_OF_PACKS = ("packs", "loose")
-"""Members of a report that a joined report has for all of its ranks, by what they describe."""
+_JOINED = ("arrays", "summaries", "describers", "created", "rows", "running", "packs", "loose")
+"""Members of a report that a joined report has for all of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +217,7 @@ class RankManifest:
         if other.others:
             self.files |= other.files  # packs that were written of joined reports
         self.others += other.others or [
-            replace(
-                other, **{name: getattr(RankManifest(0), name) for name in _OF_ARRAYS + _OF_PACKS}
-            )
+            replace(other, **{name: getattr(RankManifest(0), name) for name in _JOINED})
         ]
 
     def _join_packs(self, other: RankManifest, rows: NDArray[np.void]) -> None:
