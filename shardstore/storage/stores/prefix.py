@@ -8,7 +8,7 @@ imported on first use: local checkpoints need neither.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -98,10 +98,8 @@ class ObjectPrefix(Location):
 
     def read_ahead(self, names: Sequence[str], size: int) -> dict[str, bytes | None]:
         """See :meth:`Location.read_ahead`."""
-        starts: list[Callable[[], bytes | None]] = [
-            partial(self.read_range, name, 0, size) for name in names
-        ]
-        return dict(zip(names, run_together(*starts), strict=True))
+        reads = (partial(self.read_range, name, 0, size) for name in names)
+        return dict(zip(names, run_together(*reads), strict=True))
 
     def threads(self, size_bytes: int = 0, count: int = 1) -> int:
         """See :meth:`Location.threads`."""
