@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import pickle
@@ -89,6 +90,7 @@ class DcpTarget(FileTarget):
     def _put(self, values: Sequence[object]) -> list[Any]:
         file, name = io.BytesIO(), _file_name(self._next)
         infos = [append(file, name, value) for value in values]
+        gc.collect(1)  # torch 2.9 keeps in a cycle what torch.save has written
         places = [(self._next, info.offset, info.length) for info in infos]
         if places:
             self._at.write(name, file.getvalue())
