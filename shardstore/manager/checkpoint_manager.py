@@ -156,7 +156,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         best: number of best steps by ``metric`` to keep.
         metric: name of one of the metrics of :meth:`save`.
         mode: ``"min"`` if the smallest value is best, ``"max"`` if the greatest is.
-        prefix: prefix of the names of steps.
+        prefix: prefix of the names of steps. Below a root where others end with a digit, it must
+            not: ``v12`` is step 12 of ``v``, and step 2 of ``v1``.
         storage_options: options of an object store, see :func:`shardstore.save`.
         sweep_after: in an object store, remove the remains of an unfinished save after nothing was
             written to it for this time. On local disks the same holds for a save of another host;
