@@ -226,9 +226,6 @@ def a_checkpoint_is_replaced_only_if_asked_for(rank: int, world_size: int, folde
     assert loaded["step"] == 3
     dist.barrier()
     assert remains(folder) == ["c"]
-    dist.barrier()
-    (folder / "empty").mkdir(exist_ok=True)
-    shardstore.save(state(1), folder / "empty")
 
 
 def metadata_can_be_loaded(rank: int, world_size: int, folder: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import shardstore
 from shardstore import core, mapping, serialization
-from shardstore.errors import ChunkMissingError, ShapeMismatchError
+from shardstore.errors import ChunkMissingError
 from tests.golden import states
 from tests.helpers.golden_ranks import WHOLE, save, wrong
 
@@ -101,14 +101,6 @@ def test_golden_under_another_shape(written: str, rows: int) -> None:
     want = torch.zeros(rows, 6)
     want[: min(rows, 12)] = states.values(key)[:rows]
     assert states.differences(got, want) == []
-
-
-def test_golden_under_another_shape_unasked() -> None:
-    request = mapping.ShardedTensor.from_rank_offsets("scale", torch.zeros(2, 4).double())
-    with pytest.raises(ShapeMismatchError, match="scale") as caught:
-        shardstore.load({"it": request}, str(GOLDEN / "tp1dp1"))
-    assert "(2, 3)" in str(caught.value)
-    assert "(2, 4)" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,8 @@ def test_a_save_that_the_store_fails_is_an_error_on_every_rank(run: Run, proxy: 
     assert rule.hits > 1
     assert run.version(1) == 1
     assert run.version(21) is None
-    assert proxy.release()[0] == 200
+    first, *tries = proxy.release()
+    assert (first, {*tries} - {412}) == (200, set())  # the store has carried one of them out
     assert run.version(21, parts=2) == 21
     assert run.version(22, parts=2) == 22
     loaded = shardstore.load_tensors_metadata(run.url(22), storage_options=run.options)

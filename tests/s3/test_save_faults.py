@@ -11,7 +11,6 @@ import pytest
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.storage.commit import objects as object_commit
-from shardstore.storage.commit.checkpoints import latest
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run
@@ -109,32 +108,6 @@ def test_the_store_dies_at_the_commit(run: Run, proxy: FaultProxy) -> None:
     failure = attempt(run)
     assert isinstance(failure, StorageError)
     assert run.version(2) in (None, 2)
-
-
-def test_a_commit_that_is_carried_out_after_it_was_given_up_is_whole(
-    run: Run, proxy: FaultProxy
-) -> None:
-    """The store takes every try of the PUT and is silent about them."""
-    rule = proxy.add(Fault.HELD, **PHASES["commit"], count=None)
-    failure = attempt(run)
-    assert rule.hits
-    assert isinstance(failure, StorageError)
-    assert run.url(2) in str(failure)
-    assert "is not known" in str(failure)
-    options = run.direct.storage_options
-    assert run.version(2) is None
-    assert latest(f"s3://{run.bucket}/run", storage_options=options) != run.url(2)
-    first, *others = proxy.release()
-    assert first == 200
-    assert set(others) <= {412}
-    assert run.version(2) == 2
-    proxy.clear()
-    with pytest.raises(CheckpointExistsError):
-        run.save(2)
-    assert run.version(2) == 2
-    run.save(2, overwrite=True)
-    assert run.version(2) == 2
-    assert run.claims(2) == []
 
 
 def test_a_commit_that_comes_after_the_next_save_changes_nothing(
