@@ -18,7 +18,6 @@ from shardstore.dcp.files import DcpFiles
 from shardstore.errors import (
     ChunkMissingError,
     DamagedCheckpointError,
-    MissingKeyError,
     NotACheckpointError,
     StorageError,
 )
@@ -123,12 +122,6 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
     (place / "__1_0.distcp").unlink()
     with pytest.raises(ChunkMissingError, match="__1_0"):
         shardstore.load_plain_tensors(place)
-
-
-def test_a_missing_key_names_the_nearest(tmp_path: Path) -> None:
-    wanted = {"w": ShardedTensor.from_rank_offsets("embedding.wight", torch.zeros(12, 6))}
-    with pytest.raises(MissingKeyError, match=r"embedding\.weight"):
-        shardstore.load(wanted, GOLDEN / "tp2dp1")
 
 
 def test_an_object_store_is_read_but_not_written(tmp_path: Path) -> None:
