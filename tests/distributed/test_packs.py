@@ -57,9 +57,6 @@ def small_chunks_of_all_ranks_are_in_one_pack(rank: int, folder: Path) -> None:
     opened = shardstore.open(place)
     assert packs(place) == ["0.0.zip"]
     assert all(meta.places is not None for meta in opened.metas.values())
-    # The pack holds every chunk of each array, and so describes them.
-    assert torch.equal(torch.from_numpy(opened["w3"].zarr[...]), WHOLE + 3)
-    assert torch.equal(torch.from_numpy(opened["w3"].tensorstore.read().result()), WHOLE + 3)
 
 
 def a_rank_with_much_writes_a_pack_of_its_own(rank: int, world_size: int, folder: Path) -> None:
