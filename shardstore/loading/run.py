@@ -8,14 +8,13 @@ unless every rank can read.
 
 from __future__ import annotations
 
-import json
 import logging
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
@@ -189,14 +188,11 @@ def causes(
     others = "" if isinstance(problem, errors.RanksError) else None
     text = str(problem) if isinstance(problem, kinds) else others
 
-    def decide(reports: list[bytes]) -> bytes:
-        given = dict.fromkeys(json.loads(report) for report in reports)
-        texts = [] if None in given else [text for text in given if text]
-        return json.dumps(texts[:SHOWN]).encode()
+    def decide(reports: list[str | None]) -> list[str]:
+        given = dict.fromkeys(reports)
+        return [] if None in given else [text for text in given if text][:SHOWN]
 
-    found: list[str] = json.loads(
-        ranks.together(json.dumps(text).encode(), what=what, decide=decide)
-    )
+    found: list[str] = ranks.together(text, what=what, decide=decide)
     return found
 
 
@@ -401,12 +397,12 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         if request.replica_group is not None:
             group = read_group(request.replica_group, request.share_replicas, location)
         if not is_alone:
-            meeting.report = pickle.dumps(_report(request, wanted, group, needs_keys))
+            meeting.report = _report(request, wanted, group, needs_keys)
     if is_alone:
         stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
         requested = None if needs_keys else _requested(request, wanted, stored)
     else:
-        answer: _Answer = pickle.loads(meeting.answer)
+        answer: _Answer = meeting.answer
         # A rank with another place than the coordinator's reads its documents itself.
         documents = answer.documents if answer.url == location.url else {}
         stored = decision.stored or StoredCheckpoint(location, documents=documents)
@@ -469,16 +465,14 @@ def _report(
     return _Report(coverage.report_shards(shards if compared else ()), has_empty, groups)
 
 
-def _joined(reports: Sequence[bytes]) -> bytes:
+def _joined(reports: Sequence[_Report]) -> _Report:
     """Join the reports of several ranks into one."""
-    parsed: list[_Report] = [pickle.loads(one) for one in reports]
-    shards = [report.shards for report in parsed if report.shards is not None]
-    joined = _Report(
-        coverage.join_reports(shards) if len(shards) == len(parsed) else None,
-        any(report.has_empty for report in parsed),
-        [one for report in parsed for one in report.groups],
+    shards = [report.shards for report in reports if report.shards is not None]
+    return _Report(
+        coverage.join_reports(shards) if len(shards) == len(reports) else None,
+        any(report.has_empty for report in reports),
+        [one for report in reports for one in report.groups],
     )
-    return pickle.dumps(joined)
 
 
 @dataclass
@@ -495,23 +489,18 @@ class _Decision:
     location: Location
     stored: StoredCheckpoint | None = None
 
-    def make(self, reports: Sequence[bytes]) -> bytes:
-        """Read the documents, and check the requests of all ranks. The coordinator calls it.
-
-        Returns:
-            The :class:`_Answer`, pickled.
-        """
+    def make(self, reports: Sequence[_Report]) -> _Answer:
+        """Read the documents, and check the requests of all ranks. The coordinator calls it."""
         request, location = self.request, self.location
-        parsed: list[_Report] = [pickle.loads(one) for one in reports]
-        groups = (one for report in parsed for one in report.groups)
+        groups = (one for report in reports for one in report.groups)
         members = request.ranks.members
         alone = groups_reading_alone(dict(zip(members, groups, strict=True)), location.url)
         stored = read_documents(location, DOCUMENTS, verify_integrity=request.verify_integrity)
         self.stored, requested = stored, None
-        if all(report.shards is not None for report in parsed):
+        if all(report.shards is not None for report in reports):
             has_config = stored.documents[CONFIG_FNAME] is not None
-            requested = _checked(request, parsed) if has_config else set[str]()
-        return pickle.dumps(_Answer(location.url, stored.documents, requested, alone))
+            requested = _checked(request, reports) if has_config else set[str]()
+        return _Answer(location.url, stored.documents, requested, alone)
 
 
 def _checked(request: LoadRequest, reports: Sequence[_Report]) -> set[str]:
@@ -533,12 +522,8 @@ def _adopted(request: LoadRequest, opened: OpenedLoad) -> OpenedLoad:
     ranks, context, wanted = request.ranks, opened.context, opened.wanted
     what = f"loading {context.stored.location.url}"
 
-    def owners(reports: list[bytes]) -> bytes:
-        claimed_by = map(pickle.loads, reports)
-        return pickle.dumps(decide_claims(dict(zip(ranks.members, claimed_by, strict=True))))
-
-    def checked(reports: list[bytes]) -> bytes:
-        return pickle.dumps(_checked(request, [pickle.loads(one) for one in reports]))
+    def owners(claimed: list[Any]) -> Any:
+        return decide_claims(dict(zip(ranks.members, claimed, strict=True)))
 
     with ranks.meet(what, owners) as meeting, context.stored.unless_replaced():
         strategy, for_common = validation.verify_checkpoint_and_load_strategy(
@@ -554,12 +539,11 @@ def _adopted(request: LoadRequest, opened: OpenedLoad) -> OpenedLoad:
             adoption.left = {}
             wanted = StateSplit(request.sharded_state_dict, loading=True, adopt=adoption)
         shards = [shard for _, shard in wanted.shards]
-        meeting.report = pickle.dumps(claims(shards))
-    apply_claims(shards, pickle.loads(meeting.answer), ranks.rank)
-    with ranks.meet(what, checked, _joined) as meeting:
-        meeting.report = pickle.dumps(_report(request, wanted, is_final=True))
-    requested = pickle.loads(meeting.answer)
-    return opened._replace(wanted=wanted, requested=requested, common=common)
+        meeting.report = claims(shards)
+    apply_claims(shards, meeting.answer, ranks.rank)
+    with ranks.meet(what, partial(_checked, request), _joined) as meeting:
+        meeting.report = _report(request, wanted, is_final=True)
+    return opened._replace(wanted=wanted, requested=meeting.answer, common=common)
 
 
 # -- comparison with the checkpoint ----------------------------------------------------------------
