@@ -17,6 +17,7 @@ from bench.clients import (
     HF_UNSIGNED,
     MEGATRON,
     MULTIPART,
+    MULTIPART_SIGNED,
     OURS,
     PACKED,
     RAW_DOCUMENTS,
@@ -189,6 +190,6 @@ S3 = (
     Case("s3-latency", slow_requests, _LATE, "arrays", warmups=0, latency_ms=LATENCY_MS),
     _once("s3-memory", partial(memory, "chunks"), S3_DIRECT, "tiny", worlds=None, fresh=True),
     _once("s3-reshard", reshard, (OURS,), "tiny", worlds=None),
-    Case("s3-hf", save_and_load, (MULTIPART, HF, HF_UNSIGNED)),
+    Case("s3-hf", save_and_load, (MULTIPART, MULTIPART_SIGNED, HF, HF_UNSIGNED)),
     Case("s3-dcp", save_and_load, (DCP_OURS, DCP_ROOT_ONLY, "dcp-s3", "dcp-s3-default")),
 )

@@ -18,9 +18,10 @@ RAW_DOCUMENTS = ("raw-ts-documents", "raw-ob-documents")
 COPY, PLAIN = "memory copy", "copy + write"
 DCP, DCP_REUSED = "dcp thread", "dcp reused stager"
 DIRECT = (*RAW, OURS, "dcp-best", "dcp-default", MEGATRON, SAFETENSORS)
-HF, HF_UNSIGNED, HF_DCP, MULTIPART = "hf", "hf-unsigned", "hf-dcp", "raw-multipart"
+HF, HF_UNSIGNED, HF_DCP = "hf", "hf-unsigned", "hf-dcp"
+MULTIPART, MULTIPART_SIGNED = "raw-multipart", "raw-multipart-signed"
 S3_DIRECT = (*RAW_S3, OURS, "dcp-s3", DCP_OURS)
-LIMITS = (*RAW, *RAW_S3, *RAW_DOCUMENTS, MULTIPART, COPY, PLAIN)
+LIMITS = (*RAW, *RAW_S3, *RAW_DOCUMENTS, MULTIPART, MULTIPART_SIGNED, COPY, PLAIN)
 """Not peers, but the least that is possible."""
 
 _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +32,7 @@ _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "raw-ts-documents": ("raw_s3:TensorStorePuts", {"documents": 1}),
     "raw-ob-documents": ("raw_s3:ObstorePuts", {"documents": 1}),
     MULTIPART: ("raw_s3:Multipart", {}),
+    MULTIPART_SIGNED: ("raw_s3:Multipart", {"signed": True}),
     COPY: ("raw:Copy", {"write": False}),
     PLAIN: ("raw:Copy", {"write": True}),
     OURS: ("ours:Ours", {}),

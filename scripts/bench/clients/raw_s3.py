@@ -131,7 +131,14 @@ class Multipart:
     loads get the range of each tensor."""
 
     PART_BYTES = 16 * 2**20
-    settings = f"obstore, one upload a rank in parts of 16 MiB, {CONCURRENCY} requests at a time"
+
+    def __init__(self, *, signed: bool = False) -> None:
+        how = "with" if signed else "without"
+        self.settings = (
+            f"obstore, one upload a rank in parts of 16 MiB, {CONCURRENCY} requests at a time, "
+            f"signatures {how} a hash of the content"
+        )
+        self._signed = signed
 
     def prepare(self, share: Share) -> dict[str, tuple[bool, list[memoryview]]]:
         """By object: whether this rank writes it, and the memory of its tensors."""
@@ -148,7 +155,7 @@ class Multipart:
         """Put the objects."""
         import obstore
 
-        size, store = self.PART_BYTES, _obstore(path)
+        size, store = self.PART_BYTES, _obstore(path, signed=self._signed)
         for name, (writes, memories) in prepared.items():
             parts = [m[start : start + size] for m in memories for start in range(0, len(m), size)]
             if writes:
@@ -174,7 +181,7 @@ class Multipart:
                 memory[:] = memoryview(data).cast("B")
 
 
-def _obstore(url: str) -> Any:
+def _obstore(url: str, *, signed: bool = False) -> Any:
     """A store of obstore for a URL."""
     from obstore.store import S3Store
 
@@ -188,5 +195,5 @@ def _obstore(url: str) -> Any:
         secret_access_key=os.environ["AWS_SECRET_ACCESS_KEY"],
         virtual_hosted_style_request=False,
         client_options={"allow_http": True},
-        unsigned_payload=True,
+        unsigned_payload=not signed,
     )
