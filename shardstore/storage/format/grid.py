@@ -252,7 +252,7 @@ def _divisor(edge: int, at_most: int, must_divide: bool) -> int:
     divisors = small + [edge // d for d in small]
     below = max(d for d in divisors if d <= at_most)
     above = min((d for d in divisors if d > at_most), default=edge)
-    if below * 4 >= at_most or at_most == 1:
+    if below * 4 >= at_most:
         return below
     if above <= at_most * 4:
         return above

@@ -95,6 +95,34 @@ def test_an_inner_sharding_is_cut_further_along_its_axis() -> None:
     assert plan_grid((8192, 8192), (8192, 2048), 2, leading_only=True).chunk_shape[1] == 2048
 
 
+@pytest.mark.parametrize(
+    ("edges", "cut", "target", "leading_only", "chunk"),
+    [
+        ((12, 5), (True, False), 25, False, (4, 5)),  # the next smaller divisor
+        ((202, 5), (True, False), 250, False, (101, 2)),  # the next larger one, which is nearer
+        ((202, 5), (True, False), 100, False, (202, 1)),  # no divisor is near: the next axis is cut
+        ((202, 5), (True, False), 100, True, (2, 5)),  # which flattened shards do not allow
+        ((101, 5), (True, False), 100, True, (101, 5)),  # nor do they have chunks of single rows
+        ((6, 202), (True, False), 120, True, (1, 101)),
+        ((64, 1 << 14), (False, True), 1 << 40, False, (64, 1 << 12)),  # four to an inner shard
+        ((64, 1 << 14), (False, True), 1 << 40, True, (64, 1 << 14)),
+        ((1 << 16, 256), (False, True), 1 << 40, False, (1 << 16, 128)),  # two, for runs of 128 B
+        ((32, 1 << 14), (False, True), 1 << 40, False, (32, 1 << 13)),  # two, for 256 KiB a chunk
+        ((16, 1 << 14), (False, True), 1 << 40, False, (16, 1 << 14)),
+        ((1, 1 << 20), (True, True), 1 << 40, False, (1, 1 << 20)),  # which has no outer axis
+    ],
+)
+def test_a_shard_is_always_cut_in_the_same_way(
+    edges: tuple[int, ...],
+    cut: tuple[bool, ...],
+    target: int,
+    leading_only: bool,
+    chunk: tuple[int, ...],
+) -> None:
+    """Other chunks would be no copies of those of a base that an earlier version saved."""
+    assert chunk_shape_for(edges, cut, 1, target, leading_only) == chunk
+
+
 def test_small_tensors_are_one_chunk_a_shard() -> None:
     assert plan_grid((1000, 30), (250, 30), 4).chunk_shape == (250, 30)
     assert plan_grid((), (), 8).chunk_shape == ()
