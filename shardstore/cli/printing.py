@@ -102,7 +102,7 @@ def print_table(rows: Sequence[Sequence[str]], align: str, width: int | None) ->
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for side in align:
-        table.add_column(justify="right" if side == ">" else "left", overflow="fold")
+        table.add_column(justify="right" if side == ">" else "left", overflow="fold", min_width=1)
     for row in rows:
         table.add_row(*map(Text, row))
     Console(width=width, color_system=None).print(table)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardstore
@@ -140,6 +140,7 @@ TEXTS = st.text(st.sampled_from("ab層é. /_\u0301"), min_size=1, max_size=80)
 
 
 @given(st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=5), st.integers(20, 120))
+@example([("\u0301", "_" * 40, "a")], 20)  # a column of marks that take no room
 def test_tables_keep_all_cells(rows: list[tuple[str, str, str]], width: int) -> None:
     with redirect_stdout(io.StringIO()) as out:
         print_table(rows, "<><", width)
