@@ -165,8 +165,8 @@ CHANGES: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     },
     (READ, "loading.py::test_tensors_are_filled_in_place"): {
         "a buffer is copied to the device before it is used again": (
-            "                target.copy_(dtypes.as_tensor(view[where]))\n",
-            "                target.copy_(dtypes.as_tensor(view[where]), non_blocking=True)\n",
+            "        target.copy_(dtypes.as_tensor(values))\n",
+            "        target.copy_(dtypes.as_tensor(values), non_blocking=True)\n",
         ),
     },
     (
