@@ -421,7 +421,7 @@ class Export(BlockWriter):
 
     def abandon(self) -> None:
         """Remove what was written, on the coordinator."""
-        if self.ranks.is_coordinator and hasattr(self, "place"):
+        if self.ranks.is_coordinator and hasattr(self, "place"):  # else the arguments were wrong
             self.place.abandon()
 
     def abort(self) -> None:

@@ -93,6 +93,8 @@ def launched_alone(rank: int, world: int, folder: Path) -> list[int]:
         f"run{rank}x",
         "alone" if rank == 0 else f"own/{rank:03}",
         f"run-1{rank}/rank-{rank}",
+        f"rank-{rank}/step",
+        f"all-{rank}/run/step",  # a number further up is that of a run or a host
     ):
         with logged() as texts:
             shardstore.save({"w": torch.ones(2)}, folder / place, overwrite=True)
@@ -104,7 +106,11 @@ def launched_alone(rank: int, world: int, folder: Path) -> list[int]:
 
 def test_a_launched_rank_without_a_process_group_is_told(tmp_path: Path) -> None:
     """Of ranks that save to one place, each would replace the checkpoint of the others."""
-    assert run_ranks(launched_alone, 3, tmp_path) == [[0, 0, 0], [1, 0, 0], [1, 0, 0]]
+    assert run_ranks(launched_alone, 3, tmp_path) == [
+        [0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 1],
+        [1, 0, 0, 0, 1],
+    ]
 
 
 def rows(rank: int, world_size: int) -> dict[str, Any]:
