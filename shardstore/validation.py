@@ -23,7 +23,7 @@ from shardstore.storage.format.names import CONFIG_NAME
 from shardstore.storage.stores.location import Location
 from shardstore.strategies import base
 from shardstore.values import torch_dump
-from shardstore.values.torch_values import require_loadable
+from shardstore.values.torch_dump import require_loadable
 
 logger = logging.getLogger(__name__)
 

@@ -46,8 +46,7 @@ from shardstore.strategies.zarr import _should_create_array
 from shardstore.values import record
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import StatePath, StateRecord
-from shardstore.values.torch_dump import dump_bytes
-from shardstore.values.torch_values import require_loadable
+from shardstore.values.torch_dump import dump_bytes, require_loadable
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ from shardstore.storage.runtime.collector import collector_paused
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called
-from shardstore.values.torch_values import require_loadable
+from shardstore.values.torch_dump import require_loadable
 
 logger = logging.getLogger(__name__)
 

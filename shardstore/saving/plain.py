@@ -36,7 +36,7 @@ from shardstore.storage.format import dtypes
 from shardstore.values import torch_dump
 from shardstore.values.plain import NotPlainError
 from shardstore.values.record import LIST_LENGTH, as_text
-from shardstore.values.torch_values import require_loadable
+from shardstore.values.torch_dump import require_loadable
 
 logger = logging.getLogger(__name__)
 

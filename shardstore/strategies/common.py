@@ -28,8 +28,8 @@ from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy
 from shardstore.values import plain as plain_values
 from shardstore.values import record
-from shardstore.values.torch_dump import dump_bytes
-from shardstore.values.torch_values import load_bytes, require_loadable
+from shardstore.values.torch_dump import dump_bytes, require_loadable
+from shardstore.values.torch_values import load_bytes
 
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1

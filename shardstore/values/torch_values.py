@@ -22,8 +22,7 @@ import sys
 import types
 import uuid
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
@@ -33,28 +32,20 @@ import torch
 from torch import _weights_only_unpickler
 
 from shardstore import errors
-from shardstore.storage.format import dtypes
 from shardstore.values.torch_archive import Records, Stream, verify_archive
-from shardstore.values.torch_dump import dump_bytes
 
 _BLOCKED = ("sys", "os", "posix", "nt")
 """Modules whose functions and classes a program cannot allow, as in torch."""
 _FILLED = {list, dict, set, collections.deque, collections.defaultdict, collections.Counter}
 _FILLED |= {collections.OrderedDict}
-_NUMPY_CODES = "?bhilqBHILQefdFD"
-_SURE = {type(None), bool, int, float, complex, str, bytes, io.BytesIO}
-"""Types whose values can always be loaded, so that a save need not test them."""
+NUMPY_CODES = "?bhilqBHILQefdFD"
+"""Codes of NumPy's data types whose values are loaded."""
 _ATTRIBUTED = {argparse.Namespace, types.SimpleNamespace, collections.OrderedDict}
 
 
 _UNUSED = pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER
 _UNUSED += pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
 """Operations that take any size, or call classes in ways that ``torch.save`` does not use."""
-
-
-_ALLOW = (
-    ", or allow its class in the programs that save and load (torch.serialization.add_safe_globals)"
-)
 
 
 class BoundedUnpickler(pickle._Unpickler):
@@ -68,7 +59,7 @@ class BoundedUnpickler(pickle._Unpickler):
     }
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     """An undamaged pickle needs something that this program does not load.
 
     Its arguments are a description of it, and the remedy.
@@ -142,9 +133,9 @@ def _bytes_io(content: bytes, position: int, _: object) -> io.BytesIO:
 
 def _numpy_dtype(code: str, align: bool, copy: bool) -> _Unfilled:
     dtype = np.dtype(code) if type(code) is str else None
-    if dtype is None or dtype.char not in _NUMPY_CODES:
+    if dtype is None or dtype.char not in NUMPY_CODES:
         remedy = "read the file by torch.load(..., weights_only=False)"
-        raise _RefusedError(f"NumPy's data type {code!r}, which is not loaded", remedy)
+        raise RefusedError(f"NumPy's data type {code!r}, which is not loaded", remedy)
     return _Unfilled(lambda state: np.dtype(dtype.newbyteorder(state[1]).str))
 
 
@@ -184,7 +175,7 @@ def _member(kind: Any, name: str) -> enum.Enum:
     ``getattr``."""
     if isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__:
         return cast(enum.Enum, kind[name])
-    raise _RefusedError(
+    raise RefusedError(
         f"a call of getattr for {name!r:.100}",
         "if you trust the file, allow it before loading: "
         "torch.serialization.add_safe_globals([getattr])",
@@ -301,7 +292,7 @@ class _ValuesUnpickler(BoundedUnpickler):
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
             return kind  # a value of the groups of Megatron-Core's offloaded optimizer; not called
         remedy = f"allow it before loading: torch.serialization.add_safe_globals([{full}])"
-        raise _RefusedError(f"class {full}, which was not allowed to be loaded", remedy)
+        raise RefusedError(f"class {full}, which was not allowed to be loaded", remedy)
 
     def _named(self, full: str, meaning: Any) -> _PickledName:
         return self._names.setdefault(full, _PickledName(meaning))
@@ -323,7 +314,7 @@ class _ValuesUnpickler(BoundedUnpickler):
         self.memo.clear()
         for held in self._names:  # whatever is not in the value has gone
             remedy = "read the file by torch.load(..., weights_only=False)"
-            raise _RefusedError(f"{held} as a value, which is not loaded", remedy)
+            raise RefusedError(f"{held} as a value, which is not loaded", remedy)
         _require(self._unfilled == 0, "a value that is never filled")
         return value
 
@@ -381,8 +372,8 @@ def load_bytes(
     with errors.as_damage(url, f"{url}{about} cannot be read", key):
         records = verify_archive(data) if isinstance(data, bytes) else Records(data)
         try:
-            return _unpickled(records, meta=meta)
-        except _RefusedError as error:
+            return unpickled(records, meta=meta)
+        except RefusedError as error:
             what, remedy = error.args
             raise errors.UnsafeObjectError(
                 f"{url}{about} needs {what}. If you trust this checkpoint, {remedy}",
@@ -391,7 +382,13 @@ def load_bytes(
             ) from None
 
 
-def _unpickled(records: Records, *, meta: bool = False) -> Any:
+def unpickled(records: Records, *, meta: bool = False) -> Any:
+    """Return the value in an archive; for ``meta``, see :func:`load_bytes`.
+
+    Raises:
+        RefusedError: this program does not load it.
+        Exception: the archive is damaged, or was not written by ``torch.save``.
+    """
     is_little = "byteorder" not in records.entries or records.read("byteorder") == b"little"
     _require(is_little, "its byte order")
 
@@ -403,96 +400,3 @@ def _unpickled(records: Records, *, meta: bool = False) -> Any:
         return torch.frombuffer(found or bytearray(1), dtype=torch.uint8).untyped_storage()
 
     return _ValuesUnpickler(io.BytesIO(records.read("data.pkl")), storage).load()
-
-
-# -- check before a save that values can be loaded -------------------------------------------------
-
-
-def require_loadable(
-    value: object, what: str, *, refuse_classes: bool = True, refuse_meta: bool = True
-) -> None:
-    """Check that :func:`load_bytes` can load a value again.
-
-    Values of types that may fail are written and read again, in memory.
-
-    Args:
-        value: nested dicts, lists and tuples.
-        what: name of the value in the error text.
-        refuse_classes: refuse a class that ``load_bytes`` loads only if the program allows it.
-        refuse_meta: refuse tensors on the meta device, which have no values to save.
-
-    Raises:
-        CheckpointingException: a value cannot be loaded; the text names its path and type. It is a
-            :class:`DTypeMismatchError` for a tensor.
-    """
-    doubtful = list(_doubtful(value, ()))
-    if not doubtful or _problem([found for _, found in doubtful], refuse_meta) is None:
-        return
-    for path, found in doubtful:
-        if (error := _problem([found], refuse_meta)) is not None:
-            kind, place = type(found), ".".join(map(str, path))
-            is_refused = isinstance(error, _RefusedError)
-            if is_refused and not refuse_classes:
-                continue
-            why = f"it needs {error.args[0]}" if is_refused else str(error)
-            is_tensor = isinstance(found, torch.Tensor)
-            is_numpy = isinstance(found, np.ndarray | np.generic)  # of a type that has no class
-            how = " (its tolist())" * is_numpy
-            how += " (its get_state())" * isinstance(found, torch.Generator)
-            raise (errors.DTypeMismatchError if is_tensor else errors.CheckpointingException)(
-                f"{what}{place and f' at {place!r}'} is a {kind.__module__}.{kind.__qualname__} "
-                f"that could not be loaded again: {why}. Store plain values in its place{how}, "
-                f"or keep it out with LocalNonpersistentObject{_ALLOW * (is_refused > is_numpy)}",
-                key=place,
-            ) from error
-
-
-def _doubtful(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the values whose types do not guarantee that they can be loaded, with their paths."""
-    if type(value) in (dict, collections.OrderedDict):
-        for key in value:
-            if type(key) not in _SURE:
-                yield (*path, key), key
-    elif type(value) not in (list, tuple, set, frozenset):
-        if type(value) not in _SURE and not _is_plain_array(value):
-            yield path, value
-        return
-    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-        if type(item) not in _SURE:
-            yield from _doubtful(item, (*path, name))
-
-
-def _is_plain_array(value: Any) -> bool:
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        is_known = str(value.dtype).removeprefix("torch.") in dtypes.names()
-        if is_known and dtypes.is_plain(value) and not vars(value):
-            with suppress(errors.ArgumentError):
-                dtypes.require_memory(value)
-                return True
-        return False
-    is_numpy = type(value) is np.ndarray or isinstance(value, np.generic)
-    return is_numpy and type(value).__module__ == "numpy" and value.dtype.char in _NUMPY_CODES
-
-
-def _problem(values: Sequence[Any], refuse_meta: bool) -> Exception | None:
-    """Return the error of writing values and reading them again; ``None`` if they are loaded with
-    the same types."""
-    try:
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                if refuse_meta:
-                    raise TypeError("it is on the meta device, where tensors have no values")
-            elif isinstance(value, torch.Tensor) and (
-                value.layout is torch.strided or value.is_nested
-            ):
-                if not dtypes.is_plain(value):
-                    how = dtypes.how_to_save(value)
-                    raise TypeError(f"its elements are not plain memory ({how})")
-                dtypes.require_memory(value)
-        found = _unpickled(Records(io.BytesIO(dump_bytes(values))))
-        for one, other in zip(values, found, strict=True):
-            if type(one) is not type(other):
-                raise TypeError(f"it would be loaded as a {type(other).__name__}")
-    except Exception as error:  # methods of a class may raise any exception
-        return error
-    return None

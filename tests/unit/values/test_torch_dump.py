@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import collections
 import io
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardstore
+from shardstore.errors import CheckpointingException
 from shardstore.values.torch_dump import dump_bytes, pickled
 from shardstore.values.torch_values import load_bytes
 from tests.helpers.nested import exactly_same
@@ -167,3 +171,24 @@ def test_any_views_of_any_storages(data: st.DataObject) -> None:
         assert torch.equal(one, other)
     total = sum(one.untyped_storage().nbytes() for one in loaded)
     assert total <= sum(one.untyped_storage().nbytes() for one in found)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array(["a", "bc"]),
+        np.array([{"x": 1}, None], dtype=object),
+        np.array(["2026-11-28"], dtype="M8[D]"),
+        np.datetime64("2026-11-28"),
+    ],
+    ids=lambda value: str(value.dtype),
+)
+def test_an_array_of_numpy_that_cannot_be_loaded_can_be_saved_as_its_list(
+    value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointingException, match=r"'v'.*tolist\(\)") as caught:
+        shardstore.save({"v": value}, tmp_path / "c")
+    assert "add_safe_globals" not in str(caught.value)
+    shardstore.save({"v": value.tolist()}, tmp_path / "c")
+    found: Any = shardstore.load({}, tmp_path / "c")
+    assert found["v"] == value.tolist()
