@@ -71,7 +71,7 @@ if not TYPE_CHECKING:  # else every wrong name would be one to a type checker
 
     def __getattr__(name: str) -> object:
         if name in _WHERE:
-            from shardstore.storage.runtime.collector import collector_paused
+            from shardstore.storage.runtime.parallel import collector_paused
 
             with collector_paused():  # garbage collection slows the imports of a first save
                 value = getattr(importlib.import_module(f"shardstore.{_WHERE[name]}"), name)

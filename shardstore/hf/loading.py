@@ -46,7 +46,7 @@ from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
 from shardstore.storage.format.grid import Box, grid_of
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_number
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 from shardstore.storage.stores.location import Location
 from shardstore.validation import StrictHandling, report_keys
 

@@ -44,7 +44,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMITS, is_inside
 from shardstore.storage.movers.chunks import RegionRead, SmallFiles
 from shardstore.storage.options import require_bool, require_number
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 

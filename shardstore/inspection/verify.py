@@ -38,8 +38,7 @@ from shardstore.storage.format.names import (
 from shardstore.storage.format.packs import PackedRange
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import require_number
-from shardstore.storage.runtime.collector import collector_paused
-from shardstore.storage.runtime.parallel import run_batched
+from shardstore.storage.runtime.parallel import collector_paused, run_batched
 from shardstore.values.record import StateRecord
 from shardstore.values.torch_archive import verify_archive
 

@@ -51,7 +51,7 @@ from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, lates
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.base import LoadCommonStrategy, LoadShardedStrategy, called

@@ -37,7 +37,7 @@ from shardstore.storage.commit.base import read_base
 from shardstore.storage.commit.publish import RootContent
 from shardstore.storage.format.names import node_name
 from shardstore.storage.options import DEFAULTS, SaveOptions, require_bool
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 from shardstore.storage.stores.location import Location, shown
 from shardstore.strategies.async_utils import AsyncRequest
 from shardstore.strategies.base import AsyncSaveShardedStrategy, called

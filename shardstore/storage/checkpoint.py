@@ -32,7 +32,7 @@ from shardstore.storage.format.names import (
 )
 from shardstore.storage.format.packs import PACKS, is_pack
 from shardstore.storage.runtime.checksums import crc32c
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 from shardstore.storage.stores.location import Location
 
 if TYPE_CHECKING:

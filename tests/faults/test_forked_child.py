@@ -224,7 +224,7 @@ def test_a_forked_child_loads_or_says_why_not(tmp_path: Path) -> None:
 
 COLLECTS = """
 import gc, os, threading
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 
 def pause(pauses, go_on):
     with collector_paused():

@@ -26,7 +26,7 @@ from shardstore.storage.movers.codecs import constant_record
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.checksums import crc32c
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 
 CONFIG = "config"
 """Member of ``attributes.shardstore`` of the root group with the content of ``metadata.json``, so

@@ -12,7 +12,7 @@ import torch
 
 import shardstore
 from shardstore import hf
-from shardstore.storage.runtime.collector import collector_paused
+from shardstore.storage.runtime.parallel import collector_paused
 
 
 @pytest.fixture
