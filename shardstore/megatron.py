@@ -27,9 +27,9 @@ from shardstore import mapping, serialization
 from shardstore.core import DCP_BACKEND
 from shardstore.dict_utils import dict_list_map_outplace, merge
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import CONTENT_METADATA_KEY, LoadContext, opened
+from shardstore.loading.read import LoadContext, opened
 from shardstore.mapping import ShardedStateDict, ShardedTensor, StateDict
-from shardstore.storage.format.names import COMMON_STATE_NAME
+from shardstore.storage.format.names import COMMON_STATE_NAME, CONTENT_METADATA_KEY
 from shardstore.strategies import fully_parallel
 from shardstore.strategies import torch as dcp_strategies
 from shardstore.strategies.base import LoadShardedStrategy, SaveShardedStrategy, called

@@ -17,15 +17,15 @@ import torch
 from shardstore.dict_utils import shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError
-from shardstore.loading.context import CONTENT_METADATA_KEY, opened
 from shardstore.loading.plan import part_of
+from shardstore.loading.read import opened
 from shardstore.loading.run import LoadRequest, run_load, was_replaced
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict
 from shardstore.progress import ProgressCallback
 from shardstore.saving.run import SaveRequest, run_save
 from shardstore.saving.session import Strategies
 from shardstore.storage.commit.inventory import check_integrity, write_integrity
-from shardstore.storage.format.names import INTEGRITY_NAME
+from shardstore.storage.format.names import CONTENT_METADATA_KEY, INTEGRITY_NAME
 from shardstore.storage.options import (
     DEFAULT_BUDGET_BYTES,
     DEFAULTS,

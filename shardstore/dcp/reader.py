@@ -31,9 +31,8 @@ from shardstore import validation
 from shardstore.dcp.files import tensor_metadata
 from shardstore.dict_utils import dotted, empty_places
 from shardstore.errors import CheckpointingException, KeyNameError, NotACheckpointError
-from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import assemble, plan_reads, require_cast, require_writable
-from shardstore.loading.read import read_chunks
+from shardstore.loading.read import LoadContext, read_chunks
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint, settled

@@ -32,9 +32,8 @@ from shardstore.coverage import ShardReport, check_reports, report_shards, witho
 from shardstore.dcp.files import ORIGINAL_SHAPE, DcpFiles, append, remove_keys
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.loading.context import context_of
 from shardstore.loading.plan import assemble, plan_reads, whole_tensors
-from shardstore.loading.read import read_chunks
+from shardstore.loading.read import context_of, read_chunks
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,

@@ -25,7 +25,6 @@ from shardstore.hf.blocks import Block
 from shardstore.hf.files import Names, WeightFiles, names_of
 from shardstore.hf.rules import SCALE_SUFFIXES, Rule, Scaled, Sources, SourceTensor
 from shardstore.hf.urls import locate, shown_url
-from shardstore.loading.context import LoadContext
 from shardstore.loading.plan import (
     HostRead,
     ReadPlan,
@@ -35,7 +34,7 @@ from shardstore.loading.plan import (
     plan_reads,
     with_destinations,
 )
-from shardstore.loading.read import read_chunks
+from shardstore.loading.read import LoadContext, read_chunks
 from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.loading.run import LoadRequest
 from shardstore.progress import Meter, ProgressCallback, log_event, metered

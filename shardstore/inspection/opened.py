@@ -277,7 +277,7 @@ class OpenCheckpoint(Mapping[str, "StoredArray"]):
             return record.nested(self.url, objects)
         if self.is_foreign and not self.stored.has_file(COMMON_STATE_NAME):
             return {}
-        from shardstore.loading.context import LoadContext
+        from shardstore.loading.read import LoadContext
         from shardstore.serialization import load_common_state_dict
 
         return load_common_state_dict(cast(Any, LoadContext(stored=self.stored)))

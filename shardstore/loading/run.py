@@ -36,8 +36,8 @@ from shardstore.dtensor.layout import (
     decide_claims,
     is_claimed,
 )
-from shardstore.loading.context import LoadContext, read_documents
 from shardstore.loading.plan import require_fitting, require_writable, with_destinations
+from shardstore.loading.read import LoadContext, read_documents
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
     ShardedObject,

@@ -24,7 +24,6 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import first_of, group_rank
 from shardstore.hf.writing import ExportKeywords
 from shardstore.inspection.verify import Finding, verify
-from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.loading.run import SHOWN, causes
 from shardstore.manager.schedule import SIGNALS, Answer, Notices, Schedule, Vote, forget_signals
 from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
@@ -35,6 +34,7 @@ from shardstore.serialization import load, save_request
 from shardstore.state_dict_utils import check_state
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.format.names import CONTENT_METADATA_KEY
 from shardstore.storage.options import SaveOptions, StepKeywords, require_bool
 from shardstore.storage.runtime.parallel import yield_to_others
 from shardstore.storage.stores.location import Location

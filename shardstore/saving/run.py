@@ -24,7 +24,6 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import require_group
 from shardstore.dtensor.adoption import Adoption
 from shardstore.dtensor.layout import apply_claims, decide_claims
-from shardstore.loading.context import CONTENT_METADATA_KEY
 from shardstore.saving import plain, replicas
 from shardstore.saving.plain import PlainValues
 from shardstore.saving.plan import needing_layouts
@@ -35,7 +34,7 @@ from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
 from shardstore.storage.commit.publish import RootContent
-from shardstore.storage.format.names import node_name
+from shardstore.storage.format.names import CONTENT_METADATA_KEY, node_name
 from shardstore.storage.options import DEFAULTS, SaveOptions, require_bool
 from shardstore.storage.runtime.parallel import collector_paused
 from shardstore.storage.stores.location import Location, shown

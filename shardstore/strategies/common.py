@@ -18,11 +18,17 @@ from typing import Any
 from shardstore import errors
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.loading.context import CONTENT_METADATA_KEY, context_of
+from shardstore.loading.read import context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
 from shardstore.storage.checkpoint import StoredCheckpoint
-from shardstore.storage.format.names import COMMON_STATE_NAME, is_inside, node_name, object_place
+from shardstore.storage.format.names import (
+    COMMON_STATE_NAME,
+    CONTENT_METADATA_KEY,
+    is_inside,
+    node_name,
+    object_place,
+)
 from shardstore.storage.runtime.parallel import in_rounds
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import LoadCommonStrategy, ReadsOwnFormat, SaveCommonStrategy

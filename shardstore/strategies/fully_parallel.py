@@ -23,7 +23,7 @@ from shardstore.exchange_utils import (
     exchange_loaded_objects_gather_object,
     require_known,
 )
-from shardstore.loading.context import context_of
+from shardstore.loading.read import context_of
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,

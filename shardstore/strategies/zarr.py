@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from shardstore import errors
 from shardstore.dict_utils import nested_values
 from shardstore.distributed.coordinator import Ranks
-from shardstore.loading.context import LoadContext, context_of
 from shardstore.loading.plan import (
     assemble,
     held_regions,
@@ -28,7 +27,7 @@ from shardstore.loading.plan import (
     whole_tensor,
     whole_tensors,
 )
-from shardstore.loading.read import read_chunks
+from shardstore.loading.read import LoadContext, context_of, read_chunks
 from shardstore.mapping import (
     ShardedStateDict,
     ShardedTensor,

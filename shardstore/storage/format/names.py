@@ -23,6 +23,8 @@ MANIFEST_NAME = "manifest.npz"
 COMMON_STATE_NAME = "common.pt"
 COMMON_OBJECT = "common_state"
 """Key of the sharded object in which Megatron-Core 0.19 stores the common state."""
+CONTENT_METADATA_KEY = "content_metadata"
+"""Name of the content metadata among the common values and the attributes of the root group."""
 DCP_METADATA_NAME = ".metadata"
 """File that identifies a checkpoint of PyTorch DCP. A checkpoint of shardstore may have it too, for
 programs that look for it."""
