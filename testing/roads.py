@@ -61,9 +61,12 @@ class Road:
         self.walks = Counter(f.f_code.co_qualname for f in walked.values())
 
     def __str__(self) -> str:
-        files = len({code.co_filename for code in self.calls})
-        total = f"{self.calls.total()} calls of {len(self.calls)} functions"
-        return f"{total} in {files} files, {self.depth} deep; {self.walks.total()} walks"
+        total = f"{self.calls.total()} calls of {len(self.calls)} functions in {self.files} files"
+        return f"{total}, {self.depth} deep; {self.walks.total()} walks"
+
+    @property
+    def files(self) -> int:
+        return len({code.co_filename for code in self.calls})
 
 
 def _name(code: CodeType) -> str:

@@ -31,8 +31,7 @@ from shardstore.storage.format.manifest import ChunkRecord, Manifest, RankManife
 from shardstore.storage.format.merge import merge
 from shardstore.storage.format.names import node_name
 from shardstore.storage.movers import chunk_bytes, files
-from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
-from shardstore.storage.movers.codecs import decompress
+from shardstore.storage.movers.chunks import ChunkWrite, RegionRead, decompress
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.tensorstore_reader import open_array, read_decoded
 from shardstore.storage.options import SaveOptions

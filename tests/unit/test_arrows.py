@@ -15,7 +15,7 @@ import pytest
 import shardstore
 
 ROOT = Path(shardstore.__file__).parent
-FILES = 140
+FILES = 139
 TOP_MODULES = 20
 MODULES_IN_A_FOLDER = 16
 UPWARDS = 1

@@ -27,8 +27,7 @@ from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.names import MANIFEST_NAME
 from shardstore.storage.movers.chunk_bytes import pieces
-from shardstore.storage.movers.chunks import ChunkWrite, SmallFiles, WriteDone
-from shardstore.storage.movers.codecs import CRC, CRC_BYTES
+from shardstore.storage.movers.chunks import CRC, CRC_BYTES, ChunkWrite, SmallFiles, WriteDone
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import default_threads, run_batched

@@ -14,8 +14,7 @@ from typing import Protocol
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.format.manifest import RankManifest
 from shardstore.storage.format.packs import MOST_BYTES
-from shardstore.storage.movers.chunks import ChunkWrite, SmallFiles, WriteDone
-from shardstore.storage.movers.codecs import EncodedChunk
+from shardstore.storage.movers.chunks import ChunkWrite, EncodedChunk, SmallFiles, WriteDone
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.counters import counters
 

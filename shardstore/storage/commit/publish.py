@@ -21,8 +21,7 @@ from shardstore.storage.format.documents import ArrayMeta, array_document
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest, content_digest
 from shardstore.storage.format.merge import Merged, joined, merge
 from shardstore.storage.format.names import CONFIG_NAME, MANIFEST_NAME, check_collisions
-from shardstore.storage.movers.chunks import ChunkWrite, SmallFiles
-from shardstore.storage.movers.codecs import constant_record
+from shardstore.storage.movers.chunks import ChunkWrite, SmallFiles, constant_record
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.checksums import crc32c

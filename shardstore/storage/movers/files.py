@@ -34,15 +34,17 @@ from shardstore.storage.movers.chunk_bytes import (
     view_in_chunk,
 )
 from shardstore.storage.movers.chunks import (
+    CRC_BYTES,
+    BadChunkError,
     ChunkPart,
     ChunkWrite,
+    EncodedChunk,
     GetManifest,
     ReadDone,
     RegionRead,
     SmallFiles,
     WriteDone,
 )
-from shardstore.storage.movers.codecs import CRC_BYTES, BadChunkError, EncodedChunk
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size

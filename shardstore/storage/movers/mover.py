@@ -20,6 +20,7 @@ from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.manifest import Manifest
 from shardstore.storage.movers.chunk_bytes import as_bytes, slabs, whole_chunk
 from shardstore.storage.movers.chunks import (
+    BadChunkError,
     ChunkPart,
     ChunkWrite,
     GetManifest,
@@ -28,8 +29,9 @@ from shardstore.storage.movers.chunks import (
     SmallFiles,
     WriteDone,
     chunk_parts,
+    constant_record,
+    constant_value,
 )
-from shardstore.storage.movers.codecs import BadChunkError, constant_record, constant_value
 from shardstore.storage.movers.packed import read_packed
 from shardstore.storage.movers.ranges import FilePosition, Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error

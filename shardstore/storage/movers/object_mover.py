@@ -22,16 +22,21 @@ import numpy as np
 from shardstore.errors import StorageError
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.manifest import ChunkRecord
-from shardstore.storage.movers import codecs, ranges
+from shardstore.storage.movers import ranges
 from shardstore.storage.movers.chunk_bytes import lies_as_chunk, view_in_chunk
 from shardstore.storage.movers.chunks import (
+    BadChunkError,
     ChunkPart,
     ChunkWrite,
+    EncodedChunk,
     GetManifest,
     ReadDone,
     RegionRead,
     SmallFiles,
     WriteDone,
+    most_stored_bytes,
+    stored_bytes,
+    uncompressed_bytes,
 )
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
@@ -92,7 +97,7 @@ class ObjectMover(Mover):
 
     def read_discarding(self, name: str, verifier: ChunkVerifier) -> int:
         """See :meth:`Mover.read_discarding`."""
-        most = codecs.most_stored_bytes(verifier.array, verifier.number)
+        most = most_stored_bytes(verifier.array, verifier.number)
         data = self.location.read_range(name, 0, most + 1)
         if data is None:
             raise FileNotFoundError(name)
@@ -256,13 +261,13 @@ class _Put(_Transfer[ChunkWrite]):
 
     check: Callable[[], None]
     done: WriteDone
-    _chunk: codecs.EncodedChunk = field(init=False)
+    _chunk: EncodedChunk = field(init=False)
     _create: Create = field(init=False)
 
     def needs(self) -> _Needs:
         """See :meth:`_Transfer.needs`."""
         array = self.item.array
-        if (stored := codecs.uncompressed_bytes(array)) > MAX_OBJECT_BYTES:
+        if (stored := uncompressed_bytes(array)) > MAX_OBJECT_BYTES:
             url = f"{self.lane.url}/{array.chunk_name(self.item.index)}"
             raise StorageError(
                 f"{url} has {stored} bytes, and one request takes at most {MAX_OBJECT_BYTES}; save "
@@ -275,7 +280,7 @@ class _Put(_Transfer[ChunkWrite]):
 
     def begin(self) -> None:
         """See :meth:`_Transfer.begin`."""
-        self._chunk = codecs.EncodedChunk(self.item.array, self.item.data())
+        self._chunk = EncodedChunk(self.item.array, self.item.data())
         (parts,), name = self._chunk, self.item.array.chunk_name(self.item.index)
         self._create = Create(self.lane.io, self.lane.url, name, parts, self.check)
         self._create.start()
@@ -310,8 +315,8 @@ class _GetPart(_Transfer[ChunkPart]):
         stop: int | None = verifier.last
         if not verifier.sums and size == array.chunk_bytes:
             # The commit of an older checkpoint lacks the sizes of compressed chunks.
-            is_known = codecs.stored_bytes(array, number) is not None or io.reads_past_end
-            stop = io.end_of(codecs.most_stored_bytes(array, number)) if is_known else None
+            is_known = stored_bytes(array, number) is not None or io.reads_past_end
+            stop = io.end_of(most_stored_bytes(array, number)) if is_known else None
         name = array.chunk_name(self.item.index)
         self._answer = io.begin_get(name, verifier.first, stop, size=size)
 
@@ -320,7 +325,7 @@ class _GetPart(_Transfer[ChunkPart]):
         part, verifier = self.item, self._verifier
         try:
             verifier.receive(part, self._answer)
-        except codecs.BadChunkError as problem:
+        except BadChunkError as problem:
             url = f"{self.lane.url}/{part.array.chunk_name(part.index)}"
             raise chunk_error(part.array, part.index, url, problem, self.manifest) from None
         counters.add(bytes_read=verifier.count, chunks_read=1)
@@ -331,7 +336,7 @@ def _held_bytes(item: ChunkWrite) -> int:
     """Return the memory in bytes that a PUT of a chunk takes in addition to its source: the request
     body, the gathered chunk, and the result of a source function."""
     array, source = item.array, item.source
-    stored = codecs.uncompressed_bytes(array)
+    stored = uncompressed_bytes(array)
     box, shape = array.grid.box(item.index), array.grid.chunk_shape
     made = box.size * dtypes.itemsize(array.dtype) if callable(source) else 0
     gathered = box.shape != shape if callable(source) else not lies_as_chunk(source, shape)

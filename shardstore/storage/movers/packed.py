@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardstore.storage.movers.chunks import ChunkPart, GetManifest, ReadDone
-from shardstore.storage.movers.codecs import BadChunkError
+from shardstore.storage.movers.chunks import BadChunkError, ChunkPart, GetManifest, ReadDone
 from shardstore.storage.movers.ranges import REQUEST_BYTES, REQUESTS, grouped
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error, require_stored_size
 from shardstore.storage.runtime.counters import counters

@@ -17,8 +17,7 @@ import tensorstore as ts
 from shardstore.errors import FormatVersionError, StorageError
 from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.movers.chunks import GetManifest, ReadDone, RegionRead
-from shardstore.storage.movers.codecs import BadChunkError
+from shardstore.storage.movers.chunks import BadChunkError, GetManifest, ReadDone, RegionRead
 from shardstore.storage.movers.verify import chunk_error
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.runtime.parallel import in_rounds

@@ -18,11 +18,12 @@ from shardstore.errors import ChunkCorruptError, ChunkMissingError
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import block_bytes
 from shardstore.storage.movers.chunk_bytes import IO_BYTES, buffers, span, view_in_chunk
-from shardstore.storage.movers.chunks import ChunkPart, GetManifest
-from shardstore.storage.movers.codecs import (
+from shardstore.storage.movers.chunks import (
     CRC,
     CRC_BYTES,
     BadChunkError,
+    ChunkPart,
+    GetManifest,
     decompress,
     most_stored_bytes,
     stored_bytes,

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Grid
 from shardstore.storage.movers import chunk_bytes, verify
-from shardstore.storage.movers.chunks import ChunkPart
-from shardstore.storage.movers.codecs import BadChunkError, EncodedChunk
+from shardstore.storage.movers.chunks import BadChunkError, ChunkPart, EncodedChunk
 from shardstore.storage.movers.verify import ChunkVerifier
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.parallel import kept_memory
