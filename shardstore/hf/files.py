@@ -28,7 +28,6 @@ from shardstore.storage.format.names import MODEL_COMMITS
 from shardstore.storage.movers.chunks import ReadDone, RegionRead
 from shardstore.storage.movers.mover import Mover
 from shardstore.storage.movers.ranges import FilePosition, read_bytes
-from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 
 INDEX_NAME, SINGLE_NAME = MODEL_COMMITS
@@ -262,16 +261,12 @@ class WeightFiles:
         except (FileNotFoundError, EOFError) as error:
             raise self._changed(error) from error
 
-    def read_range(self, name: str, start: int, stop: int) -> bytes:
+    def read_range(self, name: str, start: int, stop: int) -> bytes | memoryview:
         """Return bytes of a file. Raise the errors of :meth:`read`."""
         try:
-            data = read_bytes(self.location, name, start, stop)
-            if len(data) < stop - start:
-                raise EOFError(f"{name} ends at byte {start + len(data)}")
+            return Mover.of(self.location).read_range(name, start, stop)
         except (FileNotFoundError, EOFError) as error:
             raise self._changed(error) from error
-        counters.add(bytes_read=len(data))
-        return data
 
     def _changed(self, error: Exception) -> errors.DamagedCheckpointError:
         text = f"{self.location.url} changed while it was read: {error}; load it again"

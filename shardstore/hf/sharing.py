@@ -37,7 +37,7 @@ Wanted: TypeAlias = dict[str, Holders]
 """Name of a stored tensor -> box -> the ranks of a host that want it."""
 Coming: TypeAlias = Mapping[int, "Future[NDArray[np.uint8]]"]
 """``id`` of a block that this rank reads -> its bytes."""
-ReadRange: TypeAlias = Callable[[str, int, int], bytes]
+ReadRange: TypeAlias = Callable[[str, int, int], bytes | memoryview]
 """Reads bytes of a file: its name, the first byte, and one past the last one."""
 
 

@@ -137,5 +137,9 @@ def test_parts_of_an_export_are_each_sent_once(
     else:
         assert sorted(len(bytes.fromhex(said)) for said in signed) == [32, 32]
     loaded = {"w": torch.zeros_like(model["w"])}
-    hf.load(loaded, run.url(5), storage_options=run.options)
+    asked = requests_of(proxy, lambda: hf.load(loaded, run.url(5), storage_options=run.options))
     assert torch.equal(loaded["w"], model["w"])
+    # The client of chunks reads the weights, if it knows the settings, and no byte twice.
+    by_chunks = [r.headers["range"] for r in asked if "tensorstore" in r.headers["user-agent"]]
+    assert bool(by_chunks) != ("read_timeout" in config)
+    assert len(set(by_chunks)) == len(by_chunks)

@@ -36,6 +36,7 @@ from shardstore.storage.movers.packed import read_packed
 from shardstore.storage.movers.ranges import FilePosition, Slab
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.options import DEFAULTS, SaveOptions
+from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores.location import Location
 
 
@@ -214,6 +215,27 @@ class Mover(ABC):
                 cut = slabs(read.out, read.box, shape, start, gap_bytes)
                 found += [Slab(name, first, last, out, shape) for first, last, out in cut]
         self.read_slabs(found, done)
+
+    def read_range(self, name: str, first: int, last: int) -> bytes | memoryview:
+        """Return bytes ``first:last`` of a file of another format.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            EOFError: the file ends before ``last``.
+            StorageError: the store failed.
+        """
+        if (data := self.fetch_range(name, first, last)) is None:
+            raise FileNotFoundError(f"{self.location.url}/{name}")
+        if len(data) < last - first:
+            raise EOFError(f"{name} ends at byte {first + len(data)}")
+        counters.add(bytes_read=len(data))
+        return data
+
+    def fetch_range(self, name: str, first: int, last: int) -> bytes | memoryview | None:
+        """Return bytes ``first:last`` of a file, fewer if it ends before ``last``; ``None`` if
+        there is no such file. Meant for ranges that the file has: for others, an object store may
+        get a second request."""
+        return self.location.read_range(name, first, last)
 
     @abstractmethod
     def gap_bytes(self, read: RegionRead) -> int:

@@ -105,6 +105,11 @@ class ObjectMover(Mover):
         verifier.finish()
         return verifier.count
 
+    def fetch_range(self, name: str, first: int, last: int) -> bytes | memoryview | None:
+        """See :meth:`Mover.fetch_range`. Ranges take the way of chunks, which takes half of the
+        processor time of fsspec."""
+        return self.location.io().get(name, first, last, size=last - first)
+
     def gap_bytes(self, read: RegionRead) -> int:
         """See :meth:`Mover.gap_bytes`."""
         return ranges.GAP_BYTES
@@ -117,10 +122,7 @@ class ObjectMover(Mover):
             for group in batch:
                 name, first = group[0][:2]
                 last = max(slab.last for slab in group)
-                data = ranges.read_bytes(self.location, name, first, last)
-                counters.add(bytes_read=len(data))
-                if len(data) != last - first:
-                    raise EOFError(f"{name} ends at byte {first + len(data)}")
+                data = self.read_range(name, first, last)
                 for slab in group:
                     own = np.frombuffer(data, np.uint8)[slab.first - first : slab.last - first]
                     slab.out[...] = view_in_chunk(own, slab.out, slab.shape)

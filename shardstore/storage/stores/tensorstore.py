@@ -183,8 +183,7 @@ class KvStoreIO(ObjectIO):
             try:
                 found = read()
             except RangeError:
-                whole = self._begin_range(key, 0, None, size)()
-                return None if whole is None else whole[start:stop]
+                return self._remote.read_range(key, start, stop, size)
             if found.state != "missing":
                 data: bytes = _copied(lambda: found.value, size)
                 return data
