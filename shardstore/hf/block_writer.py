@@ -27,6 +27,8 @@ BoxReader: TypeAlias = Callable[[Box], torch.Tensor]
 
 ROUND_BYTES = 64 * 1024 * 1024
 """Bytes of memory for the blocks that a rank puts together at a time, and for their exchange."""
+GATHERED_BYTES = 256 * 1024
+"""Pieces of a block that are shorter than this on average are gathered before they are written."""
 
 
 def source_of(data: LocalData, held: Box) -> BoxReader:
@@ -152,23 +154,30 @@ class BlockWriter:
         """Write a block, unless this rank has failed."""
         if self.failure is not None:
             return
-        if data is None:
-            data = self._of_one(block)
-        self.place.write(block.name, block.start, data.data)
+        parts = self._of_one(block) if data is None else [data]
+        self.place.write(block.name, block.start, [part.data for part in parts])
 
-    def _of_one(self, block: Block) -> NDArray[np.uint8]:
-        """Return the bytes of a block that this rank alone holds: its memory, if contiguous."""
-        if len(block.pieces) == 1 and block.pieces[0].nbytes == block.size:
-            return self._fetched(block.pieces[0])
+    def _of_one(self, block: Block) -> list[NDArray[np.uint8]]:
+        """Return the bytes of a block that this rank alone holds: from its memory without a copy,
+        if they are few ranges of it."""
+        pieces = block.pieces
+        is_long = block.size >= GATHERED_BYTES * len(pieces)
+        if is_long and all(piece.box == piece.whole for piece in pieces):
+            head = np.frombuffer(self._head(block), np.uint8)
+            return [part for part in (head, *map(self._fetched, pieces)) if part.size]
         buffer = self._buffer(block)
-        for piece in block.pieces:
+        for piece in pieces:
             _put(piece, self._fetched(piece), buffer)
-        return buffer
+        return [buffer]
+
+    def _head(self, block: Block) -> bytes:
+        """Return the part of the file's header in a block."""
+        return self.plan.layout.heads[block.name][block.start : block.stop]
 
     def _buffer(self, block: Block) -> NDArray[np.uint8]:
         """Return memory for the bytes of a block, with its part of the header."""
         buffer = np.empty(block.size, np.uint8)
-        head = self.plan.layout.heads[block.name][block.start : block.stop]
+        head = self._head(block)
         buffer[: len(head)] = np.frombuffer(head, np.uint8)
         return buffer
 

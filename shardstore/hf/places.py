@@ -77,8 +77,8 @@ class Place(Protocol):
     def join(self, state: Any, layout: FileLayout) -> None:
         """Join what the coordinator began. Every rank calls it."""
 
-    def write(self, name: str, start: int, data: memoryview) -> None:
-        """Write a range of a file. Several threads may call it."""
+    def write(self, name: str, start: int, parts: Sequence[memoryview]) -> None:
+        """Write a range of a file, given in parts in order. Several threads may call it."""
 
     def finish(self) -> Receipt:
         """End this rank's writing, and return its receipt for the coordinator."""
@@ -216,10 +216,12 @@ class FolderPlace:
             self._attempt = checkpoints.join(self._target, state, self._options)
             self._attempt.require_seen()
 
-    def write(self, name: str, start: int, data: memoryview) -> None:
+    def write(self, name: str, start: int, parts: Sequence[memoryview]) -> None:
         """See :class:`Place`."""
         url = self._attempt.location.url
-        FolderFiles(url, durable=self._options.durable).write(name, start, data)
+        for data in parts:
+            FolderFiles(url, durable=self._options.durable).write(name, start, data)
+            start += len(data)
         self._written.add(f"{url}/{name}")
 
     def finish(self) -> Receipt:
@@ -276,10 +278,12 @@ class StorePlace:
         """See :class:`Place`."""
         self._files = StreamedFiles(self._remote, layout.sizes, PART_BYTES)
 
-    def write(self, name: str, start: int, data: memoryview) -> None:
+    def write(self, name: str, start: int, parts: Sequence[memoryview]) -> None:
         """See :class:`Place`."""
         assert self._files is not None  # it has joined
-        self._files.write(name, start, data)
+        for data in parts:
+            self._files.write(name, start, data)
+            start += len(data)
 
     def finish(self) -> Receipt:
         """See :class:`Place`."""
@@ -326,15 +330,16 @@ class S3Place(StorePlace):
         self._uploads = state
         self._part_bytes = part_bytes(max(layout.sizes.values()))
 
-    def write(self, name: str, start: int, data: memoryview) -> None:
+    def write(self, name: str, start: int, parts: Sequence[memoryview]) -> None:
         """Upload a part."""
         number = start // self._part_bytes + 1
         part = {"UploadId": self._uploads[name], "PartNumber": number}
         settings = self._remote.driver_settings()  # botocore renews credentials
         if settings.unsupported:
-            tag = self._call("upload_part", name, {**part, "Body": bytes(data)}, len(data))["ETag"]
+            data = b"".join(parts)
+            tag = self._call("upload_part", name, {**part, "Body": data}, len(data))["ETag"]
         else:
-            tag = upload_part(self._remote, cast(S3Settings, settings), name, data, **part)
+            tag = upload_part(self._remote, cast(S3Settings, settings), name, parts, **part)
         self._parts.setdefault(name, []).append((number, tag))
 
     def finish(self) -> Receipt:

@@ -104,7 +104,7 @@ def begin_upload(
 
 
 def upload_part(
-    remote: RemoteStore, settings: S3Settings, key: str, data: memoryview, **about: Any
+    remote: RemoteStore, settings: S3Settings, key: str, parts: Parts, **about: Any
 ) -> str:
     """Upload a part of an object, and return its tag (Amazon S3 API, "UploadPart").
 
@@ -112,13 +112,13 @@ def upload_part(
         remote: location of the object.
         settings: those of its store.
         key: name of the object.
-        data: the part; not copied.
+        parts: its bytes, in order; not copied.
         about: further arguments of the request: the ID of the upload, and the part's number.
 
     Raises:
         StorageError: the store refused, or did not answer.
     """
-    answer = _begin(remote, key, Body([data]), partial(_client(settings).upload_part, **about))()
+    answer = _begin(remote, key, Body(parts), partial(_client(settings).upload_part, **about))()
     tag: str = answer["ETag"]
     return tag
 
