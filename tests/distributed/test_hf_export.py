@@ -356,6 +356,16 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
     assert same(read(tmp_path / "again"), model)
 
 
+def test_one_rank_holds_a_tensor_in_long_columns(tmp_path: Path) -> None:
+    whole = torch.arange(2**20, dtype=torch.float32).reshape(2048, 512)
+    columns = {
+        f"half{n}": ShardedTensor.from_rank_offsets("w", whole[:, 256 * n :][:, :256], (1, n, 2))
+        for n in range(2)
+    }
+    hf.save(columns, tmp_path / "m")
+    assert same(read(tmp_path / "m"), {"w": whole})
+
+
 def test_views_with_other_values_of_the_same_memory_are_no_tied_weights(tmp_path: Path) -> None:
     whole = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     model = {"x": whole, "y": whole.conj(), "u": whole.imag, "v": whole.conj().imag}
