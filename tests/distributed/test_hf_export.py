@@ -35,7 +35,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.hf import block_writer, blocks
-from shardstore.hf.files import ALIGNMENT, SINGLE_NAME, FileLayout
+from shardstore.hf.files import SINGLE_NAME, FileLayout
 from shardstore.storage.format.grid import Box
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
@@ -350,6 +350,7 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
     for path in tmp_path.glob("*/*.safetensors"):
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
+        assert start % 64 == 0  # else reads take 1.4 times as long
         header = json.loads(data[8:start])
         for key, value in model.items():
             assert (start + header[key]["data_offsets"][0]) % value.itemsize == 0, (path, key)
@@ -528,7 +529,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]]]:
     alike=st.integers(1, 2),
     ranks=st.integers(1, 5),
     copies=st.integers(1, 2),
-    part_bytes=st.one_of(st.none(), st.integers(1, 25).map(lambda n: n * ALIGNMENT)),
+    part_bytes=st.one_of(st.none(), st.integers(1, 25).map(lambda n: n * 8)),
     least=st.sampled_from([1, 16, 10**6]),
     file_bytes=st.sampled_from([50, 10**6]),
     data=st.data(),
