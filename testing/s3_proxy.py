@@ -32,6 +32,7 @@ class Fault(Enum):
     SLOW_DOWN = "503 SlowDown; the server sees nothing"
     ABSENT = "404 NoSuchKey; the server sees nothing"
     DENIED = "403 AccessDenied; the server sees nothing"
+    MOVED = "301 PermanentRedirect, as of another region; the server sees nothing"
     ARCHIVED = "403 InvalidObjectState; the server sees nothing"
     LOCKED = "400 InvalidRequest, as of a bucket with an object lock; the server sees nothing"
     UNKNOWN = "501 NotImplemented; the server sees nothing"
@@ -54,6 +55,7 @@ _MESSAGES = {
     Fault.SLOW_DOWN: "Please reduce your request rate.",
     Fault.ABSENT: "The specified key does not exist.",
     Fault.DENIED: "Access Denied",
+    Fault.MOVED: "The bucket you are attempting to access must be addressed using its endpoint.",
     Fault.ARCHIVED: "The operation is not valid for the object's storage class",
     Fault.UNKNOWN: "A header you provided is not implemented",
     Fault.LOCKED: (

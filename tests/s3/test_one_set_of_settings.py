@@ -13,11 +13,12 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import numpy as np
 import pytest
+import torch
 import zarr
 import zarr.codecs
 
 import shardstore
-from shardstore import CheckpointManager
+from shardstore import CheckpointManager, hf
 from shardstore.convert import convert
 from shardstore.errors import ArgumentError, ChunkMissingError, StorageError
 from shardstore.inspection.verify import verify
@@ -150,6 +151,12 @@ def converted(url: str, options: dict[str, Any]) -> object:
         return shardstore.load(state(0), f"{folder}/copy")["b"][0]
 
 
+def model(url: str, options: dict[str, Any]) -> object:
+    found = {"b": torch.zeros(7)}
+    hf.load(found, f"{url}-model", storage_options=options)
+    return found["b"][0]
+
+
 READERS: dict[str, Callable[[str, dict[str, Any]], object]] = {
     "load": lambda url, options: shardstore.load(state(0), url, storage_options=options)["b"][0],
     "one array": lambda url, options: zarr_strategy._load_from_array(
@@ -157,6 +164,7 @@ READERS: dict[str, Callable[[str, dict[str, Any]], object]] = {
     )[0],
     "open": lambda url, options: shardstore.open(url, options)["b"][0],
     "tensorstore": lambda url, options: shardstore.open(f"{url}/of-others", options)["b"][0],
+    "model": model,
     "verify": lambda url, options: (
         verify(StoredCheckpoint(Location.of(url, options)), print).ok and 3
     ),
@@ -171,7 +179,12 @@ READERS: dict[str, Callable[[str, dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize(
     ("fault", "client"),
-    [(Fault.ABSENT, "tensorstore"), (Fault.DENIED, "tensorstore"), (Fault.DENIED, "")],
+    [
+        (Fault.ABSENT, "tensorstore"),
+        (Fault.MOVED, "tensorstore"),
+        (Fault.DENIED, "tensorstore"),
+        (Fault.DENIED, ""),
+    ],
 )
 def test_what_one_client_does_not_find_is_no_damage(
     proxied: S3Server,
@@ -180,11 +193,13 @@ def test_what_one_client_does_not_find_is_no_damage(
     fault: Fault,
     client: str,
 ) -> None:
-    """As behind a proxy, or at an address, that only one of the clients uses."""
+    """As behind a proxy, or at an address, that only one of the clients uses; or in another region,
+    to which botocore alone follows the store."""
     url, options = f"s3://{proxied.new_bucket()}/run/step-1", proxied.storage_options
     shardstore.save(state(3), url, storage_options=options)
     group = zarr.open_group(f"{url}/of-others", mode="w", storage_options=options)
     group.create_array("b", data=np.full(7, 3.0), compressors=zarr.codecs.GzipCodec())
+    hf.save({"b": torch.full((7,), 3.0)}, f"{url}-model", storage_options=options)
     proxy.add(fault, path="" if client else "/c[./]0", client=client, count=None)
     for name, reader in READERS.items():
         caplog.clear()
@@ -198,6 +213,9 @@ def test_what_one_client_does_not_find_is_no_damage(
         assert "damage" not in said.lower(), name
         if fault == Fault.ABSENT:
             assert "different servers" in said or name in ("one array", "verify")
+        if fault == Fault.MOVED:
+            assert "AWS_REGION" in said or name == "verify", (name, said)
+            assert "failed" not in said or name == "tensorstore", said
 
 
 def test_a_chunk_that_no_client_finds_is_missing(s3_server: S3Server) -> None:

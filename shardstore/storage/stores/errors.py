@@ -142,7 +142,7 @@ _DENIED_BY_WEB = (
     "(HF_TOKEN, or `hf auth login`) of an account that may read the model, and that has accepted "
     "its conditions on the Hub"
 )
-_REGION = (
+REGION = (
     'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
 )
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
@@ -151,8 +151,8 @@ _REMEDIES = {
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "Forbidden", "401", "403"), _DENIED),
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _DENIED),
     **dict.fromkeys(("InvalidToken", "ExpiredToken"), _DENIED),
-    **dict.fromkeys(("AuthorizationHeaderMalformed", "PermanentRedirect", "301"), _REGION),
-    "IllegalLocationConstraintException": _REGION,
+    **dict.fromkeys(("AuthorizationHeaderMalformed", "PermanentRedirect", "301"), REGION),
+    "IllegalLocationConstraintException": REGION,
     "InvalidRequest": "the bucket demands more of a request: if it has an object lock, give "
     "storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}",
     "InvalidObjectState": "the object is archived: restore it (aws s3api restore-object), and keep "

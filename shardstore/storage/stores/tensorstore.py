@@ -27,7 +27,7 @@ from typing import IO, Any, TypeVar
 import tensorstore as ts
 
 from shardstore.errors import StorageError
-from shardstore.storage.stores.errors import NO_TRUST, no_answer, remedy, too_late
+from shardstore.storage.stores.errors import NO_TRUST, REGION, no_answer, remedy, too_late
 from shardstore.storage.stores.gcs import ENDPOINT, GcsSettings
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts, Pieces
 from shardstore.storage.stores.remote import RemoteStore
@@ -180,16 +180,17 @@ class KvStoreIO(ObjectIO):
         read = self._begun("reading", key, size, store, store.kvs.read(key, byte_range=part))
 
         def finish() -> bytes | None:
+            why = _APART
             try:
                 found = read()
-            except RangeError:
-                return self._remote.read_range(key, start, stop, size)
-            if found.state != "missing":
-                data: bytes = _copied(lambda: found.value, size)
-                return data
+                if found.state != "missing":
+                    data: bytes = _copied(lambda: found.value, size)
+                    return data
+            except UnreadError as error:
+                why = error.why
             there = self._remote.read_range(key, start, stop, size)
-            if there is not None:
-                _warn_once(self._url)
+            if there is not None and why:
+                _warn_once(self._url, why)
             return there
 
         return finish
@@ -253,8 +254,8 @@ _APART = (
 
 
 @cache
-def _warn_once(url: str) -> None:
-    logger.warning("%s: %s. fsspec reads it, more slowly", url, _APART)
+def _warn_once(url: str, why: str) -> None:
+    logger.warning("%s: %s. fsspec reads it, more slowly", url, why)
 
 
 def require_absent(remote: RemoteStore, key: str) -> None:
@@ -264,13 +265,19 @@ def require_absent(remote: RemoteStore, key: str) -> None:
         raise StorageError(f"{url}: {_APART}", url=url)
 
 
-class RangeError(StorageError):
-    """The object ends before the range does."""
+class UnreadError(StorageError):
+    """TensorStore did not read an object that fsspec may read.
+
+    Attributes:
+        why: the reason, for a warning; empty: none is needed.
+    """
+
+    why = ""
 
 
 def _failure(doing: str, url: str, text: str) -> StorageError:
     if text.startswith("OUT_OF_RANGE"):
-        return RangeError(f"{doing} {url}: it ends before the range does", url=url)
+        return UnreadError(f"{doing} {url}: it ends before the range does", url=url)
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None:
         said = f"HTTP {status[1]}" if code is None else f"{code[1]} (HTTP {status[1]})"
@@ -278,7 +285,12 @@ def _failure(doing: str, url: str, text: str) -> StorageError:
     else:
         said = plain_words(text)
         advice = NO_TRUST if "curl_code='60'" in text else no_answer(url)
-    return StorageError(f"{doing} {url} failed: {said}; {advice}", url=url)
+    text = f"{doing} {url} failed: {said}; {advice}"
+    if advice != REGION or doing != "reading":
+        return StorageError(text, url=url)
+    failure = UnreadError(text, url=url)  # botocore follows the store to the bucket's region
+    failure.why = advice
+    return failure
 
 
 @lru_cache(maxsize=64)
