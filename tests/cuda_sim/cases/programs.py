@@ -94,7 +94,7 @@ def test_megatrons_present_format(
     device = on_devices(wanted)
     synchronize()
     with side_streams(0, 1):
-        queue(device.values(), wanted.values(), busy_ms=60)
+        queue(device.values(), wanted.values(), busy_ms=200)
         place, kind = tmp_path / "c", ("torch_dist", 1)
         if how == "at once":
             shardstore.save(dict(sharded(device)), place, kind)
@@ -106,7 +106,7 @@ def test_megatrons_present_format(
             handle.wait_staged()
             queue(device.values(), sevens(device.values()), busy_ms=0)
             handle.result()
-        queue(device.values(), sevens(device.values()), busy_ms=30)
+        queue(device.values(), sevens(device.values()), busy_ms=200)
         shardstore.load(dict(sharded(device)), place)
     assert not differing(device, wanted)
 
