@@ -215,22 +215,20 @@ def shards_of(
     return found
 
 
-def are_whole(shards: Iterable[ShardedTensor | ShardedObject]) -> bool:
+def are_whole(shards: Sequence[ShardedTensor | ShardedObject]) -> bool:
     """Return whether shards are whole tensors and objects, each once, so that one rank covers all
     of them alone."""
-    keys = set()
     for shard in shards:
         shape: tuple[int, ...] = (1,)
         if isinstance(shard, ShardedTensor):
             shape = shard.local_shape
-            if shard.flattened_range is not None or shard.prepend_axis_num:
+            if shard.flattened_range is not None:
                 return False
-        if shard.key in keys or tuple(shard.global_shape) != tuple(shape):
+        if tuple(shard.global_shape) != tuple(shape) or any(shard.global_offset):
             return False
-        if any(shard.global_offset) or not is_main_replica(shard.replica_id):
+        if not is_main_replica(shard.replica_id):
             return False
-        keys.add(shard.key)
-    return True
+    return len({shard.key for shard in shards}) == len(shards)
 
 
 def check_reports(reports: Sequence[ShardReport], ranks: Sequence[int]) -> None:
@@ -444,6 +442,4 @@ def find_tiling_fault(
                 return fault
         return None
 
-    if len(boxes) == 1 and not any(boxes[0][0]) and tuple(boxes[0][1]) == tuple(global_shape):
-        return None
     return sweep(range(len(boxes)), ())

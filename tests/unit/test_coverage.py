@@ -65,6 +65,25 @@ def test_lists_that_were_set_by_hand() -> None:
     assert "has 2 main replicas, on ranks [0, 1]" in outcome([main, main])
 
 
+def test_whole_shards_are_those_that_one_rank_covers() -> None:
+    """A load of one rank looks no further at them, so the check refuses no such shards."""
+    thing, main = ShardedObject("o", 1, (1,), (0,)), shard((0, 0), (2, 4), (2, 4))
+    scalar = replace(shard((), (), ()), key="s")
+    assert coverage.are_whole([thing, main, scalar])
+    assert outcome([[thing, main, scalar]]) == ""
+    refused: list[Any] = [
+        *([main, main], [thing, thing], [replace(main, key="o"), thing]),
+        *([replace(main, replica_id=1)], [replace(thing, replica_id=(0, 1))]),
+        *([shard((0, 2), (2, 4), (2, 4))], [shard((0, 0), (2, 2), (2, 4))]),
+        *([replace(one, flattened_range=slice(0, 0))] for one in (main, scalar)),
+        *([ShardedObject("o", 1, (2,), (0,))], [ShardedObject("o", 1, (1,), (1,))]),
+        [shard((0, 0), (4,), (2, 4), prepend_axis_num=1)],
+    ]
+    for wrong in refused:
+        assert not coverage.are_whole(wrong)
+        assert outcome([wrong])
+
+
 def test_reports_give_back_the_shards() -> None:
     tensor = ShardedTensor.from_rank_offsets_flat(
         "k", torch.ones(3), (2, 4), (0, 1, 2), flattened_range=slice(1, 4), replica_id=(0, 1)
