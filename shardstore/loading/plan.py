@@ -142,7 +142,8 @@ def _tied(tensors: Sequence[ShardedTensor]) -> dict[int, str]:
     spans: list[_Span] = []
     for tensor in tensors:
         data: Any = tensor.data
-        if type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided:
+        is_known = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
+        if is_known or (data is not None and dtypes.is_plain(data)):
             start, size = data.data_ptr(), dtypes.extent_bytes(data)
             if start and size:  # 0: a tensor without memory
                 spans.append(_Span(start, start + size, tensor, data))

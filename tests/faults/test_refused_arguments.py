@@ -370,6 +370,10 @@ def test_verify_draws_a_bar(saved: Path, capfd: pytest.CaptureFixture[str]) -> N
 # -- tensors to be loaded that share memory ----------------------------------------------------
 
 
+class Marked(torch.Tensor):
+    """A subclass that has memory."""
+
+
 def _views() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     memory = torch.zeros(4, 12)
     return {
@@ -378,6 +382,7 @@ def _views() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         "another shape": (memory.reshape(48), memory),
         "columns that overlap": (memory[:, :8], memory[:, 4:]),
         "other bits": (memory[0].view(torch.int32), memory[0]),
+        "of a subclass": (memory[:3].as_subclass(Marked), memory[1:].as_subclass(Marked)),
     }
 
 
@@ -412,9 +417,12 @@ def test_views_that_share_no_element_are_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_tied_tensors_load_if_what_is_stored_is_equal(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [torch.Tensor, Marked])
+def test_tied_tensors_load_if_what_is_stored_is_equal(
+    tmp_path: Path, dtype: torch.dtype, kind: type[torch.Tensor]
+) -> None:
     """One tensor under two keys: what is stored under both has to be the same."""
-    tied = torch.zeros(2, 3, dtype=dtype)
+    tied = torch.zeros(2, 3, dtype=dtype).as_subclass(kind)
     values = torch.tensor([[1, 2, 3], [4, 5, 6]]).to(dtype)
     if dtype.is_floating_point:
         values[0, 0] = torch.nan
