@@ -399,8 +399,6 @@ def require_writable(tensor: torch.Tensor, key: str) -> None:
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
-    if not data.numel():
-        return False
     extent = 1
     for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
         if stride < extent and size != 1:  # axes overlap
@@ -519,6 +517,4 @@ def part_of(
         ) from error
     local = tuple(max(0, stop - start) for start, stop in bounds)
     offset = tuple(start if n else 0 for (start, _), n in zip(bounds, local, strict=True))
-    if local == shape:
-        return whole
     return ShardedTensor(key, None, whole.dtype, local, shape, offset, None)
