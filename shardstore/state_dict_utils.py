@@ -299,9 +299,11 @@ class StateSplit:
                 "other elements are unknown; make it a dict"
             )
         left = [parts.keys() for _, _, parts in walked if parts]
+        # Stored common values beside what is left out count its elements.
+        whole = _COMMON not in kinds or len(left) in (0, len(walked))
         # A list by position in it has a further part, its length.
         return all(one == left[0] for one in left) and (
-            (built and self._loading) or all(one == kinds for _, one, _ in walked)
+            (built and self._loading) or (whole and all(one == kinds for _, one, _ in walked))
         )
 
     def _hold(self, held: HeldShards, path: dict_utils.Path) -> _Walked:

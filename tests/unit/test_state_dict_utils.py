@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,21 @@ def test_lists_in_a_list_keep_their_places(
     shardstore.save({"l": saved(named("b", 7))}, tmp_path / "c")
     loaded, _, _ = shardstore.load({"l": asked(named("b"))}, tmp_path / "c", strict="return_all")
     torch.testing.assert_close(loaded, {"l": expected})
+
+
+def test_tensors_that_a_load_leaves_out_move_no_others(tmp_path: Path) -> None:
+    def state(new: Sequence[int] = ()) -> dict[str, Any]:
+        keys = [f"new{n}" if n in new else f"w{n}" for n in range(4)]
+        items = [{"n": n, "w": named(key, n)} for n, key in enumerate(keys)]
+        return {"l": [items[:2], items[2:]]}
+
+    shardstore.save(state(), tmp_path / "c")
+    for new in chain.from_iterable(combinations(range(4), count) for count in range(5)):
+        loaded: Any = shardstore.load(state(new), tmp_path / "c", strict="ignore_all")
+        elements = [*chain(*loaded["l"])]
+        assert [element["n"] for element in elements] == [*range(4)]
+        tensors = [element["w"][0] if "w" in element else None for element in elements]
+        assert tensors == [None if n in new else n for n in range(4)]
 
 
 def test_a_list_of_numbers_is_walked_as_one_value() -> None:
