@@ -279,19 +279,20 @@ def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def shaped_like(asked: Any, found: Any) -> Any:
-    """Return ``found``, which may be changed, in the shape of ``asked``.
+    """Return ``found`` in the shape of ``asked``.
 
     Nested dicts have the keys in the order of ``asked``, then those that only ``found`` has. A
     plain dict becomes a dict of the class that ``asked`` has at its place. A dict that stands for a
     list (:data:`LIST_LENGTH`) becomes the list. A key of ``asked``, such as a number, takes the
     value of its text, which PyTorch DCP stores in its place. Dicts and lists of ``asked`` without
-    values come back empty where ``found`` has nothing; so do other values of a list between those
-    of ``found``.
+    values come back empty where ``found`` has nothing. Other values of a list come back, without
+    sharded ones, before those of ``found`` and empty ones.
     """
     if not isinstance(found, _NESTED):
         return found
     is_list = isinstance(found, list) or LIST_LENGTH in found
-    have = dict(enumerate(found)) if isinstance(found, list) else found
+    have = dict(enumerate(found) if isinstance(found, list) else found)
+    have.pop(LIST_LENGTH, None)
     at: dict[Any, Any] = {}
     if isinstance(asked, list if is_list else dict):
         at = dict(enumerate(asked)) if isinstance(asked, list) else asked
@@ -301,17 +302,16 @@ def shaped_like(asked: Any, found: Any) -> Any:
                     held = [dict_list_map_outplace(_same, have[key])] if key in have else []
                     have[key] = reduce(united, [*held, have[text]])
                     del have[text]
-    empty = {key for key, value in at.items() if key not in have and _is_empty(value)}
+    have |= {key: value for key, value in at.items() if key not in have and _is_empty(value)}
     if is_list:
-        most = max((key for key in have if key != LIST_LENGTH), default=0)
-        between = ((i, at[i]) for i in at if i < most and i not in have)
-        empty |= {i for i, value in between if not isinstance(value, (*_NESTED, ShardedBase))}
-        positions = sorted(empty.union(key for key in have if key != LIST_LENGTH))
-        return [shaped_like(at.get(i), have.get(i, at.get(i))) for i in positions]
+        last = max(have, default=0)
+        between = {i: value for i, value in at.items() if i < last and i not in have}
+        have |= extract_matching_values(between, lambda x: not isinstance(x, ShardedBase))[0]
+        return [shaped_like(at.get(i), have[i]) for i in sorted(have)]
     shaped = empty_like(asked if isinstance(asked, dict) and type(found) is dict else found)
     for key in dict.fromkeys((*at, *have)):
-        if key in have or key in empty:
-            value = have[key] if key in have else at[key]
+        if key in have:
+            value = have[key]
             shaped[key] = shaped_like(at.get(key), value) if isinstance(value, _NESTED) else value
     return shaped
 

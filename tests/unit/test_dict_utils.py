@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,12 @@ from shardstore.dict_utils import (
     merge,
     nested_items_iter,
     nested_values,
+    shaped_like,
+    united,
 )
 from shardstore.errors import CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.values.record import LIST_LENGTH
 
 nested = st.recursive(
     st.integers() | st.text(max_size=3),
@@ -224,6 +228,65 @@ def test_merge_joins_what_was_split(x: Any) -> None:
     whole, _ = extract_matching_values({"x": x}, lambda _: True, return_lists_as_dicts=True)
     # Empty dicts and lists hold no value and belong to the part that does not match.
     assert sorted(map(repr, nested_values(joined))) == sorted(map(repr, nested_values(whole)))
+
+
+SHARD = ShardedTensor.from_rank_offsets("t", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "expected"),
+    [
+        ({"b": 1, "a": 2, "z": 3}, {"a": 5, "c": 7, "b": [6]}, {"b": [6], "a": 5, "c": 7}),
+        (OrderedDict(b=1), {"a": 5, "b": {"x": 6}}, OrderedDict(b={"x": 6}, a=5)),
+        ({"a": 1}, OrderedDict(a=2), OrderedDict(a=2)),
+        ({1: 0, 2: 0, "2": 0}, {"1": 5, "2": 7}, {1: 5, "2": 7}),
+        (
+            {1: 0, 2: 0},
+            {"1": {"x": 5}, 1: {"y": 6}, "2": 8, 2: 7},
+            {1: {"y": 6, "x": 5}, 2: 7, "2": 8},
+        ),
+        (
+            {"a": {}, "b": [], "c": {"d": []}, "e": [1]},
+            {"b": [3]},
+            {"a": {}, "b": [3], "c": {"d": []}},
+        ),
+        ([4, 5, 6], {LIST_LENGTH: 3, 1: {LIST_LENGTH: 1, 0: 9}}, [4, [9]]),
+        ([{"x": 1, "y": SHARD}, SHARD, [], 5, 6], {LIST_LENGTH: 6, 3: 9}, [{"x": 1}, [], 9]),
+        ([{}, 5, [], 6], [1], [1, 5, []]),
+        ([{1: 0}], [{"1": [4]}], [{1: [4]}]),
+        ([1], {0: 2}, {0: 2}),
+        ({0: {}}, [2], [2]),
+        ([3], (4,), (4,)),
+    ],
+)
+def test_a_loaded_state_takes_the_shape_of_the_requested_one(
+    asked: Any, found: Any, expected: Any
+) -> None:
+    before = repr(found)
+    assert repr(shaped_like(asked, found)) == repr(expected)
+    assert repr(found) == before
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ([{"a": 1}], [{"b": 2}, 3], [{"a": 1, "b": 2}, 3]),
+        ([{"a": 1}, 2], [], [{"a": 1}, 2]),
+        ([{"a": 1}], {LIST_LENGTH: 3, 2: 5}, {0: {"a": 1}, LIST_LENGTH: 3, 2: 5}),
+        ({LIST_LENGTH: 3, 2: 5}, [1], {LIST_LENGTH: 3, 2: 5, 0: 1}),
+        ({LIST_LENGTH: 4}, {LIST_LENGTH: 3, 0: 1}, {LIST_LENGTH: 4, 0: 1}),
+        ({1: 2}, {LIST_LENGTH: 1, 0: 1}, {1: 2, LIST_LENGTH: 1, 0: 1}),
+    ],
+)
+def test_parts_of_a_list_are_united(left: Any, right: Any, expected: Any) -> None:
+    assert united(left, right) == expected
+
+
+@pytest.mark.parametrize("left", [{"a": {}}, 1, {LIST_LENGTH: 1, 0: {}}, [{}]])
+@pytest.mark.parametrize("right", [{"a": 1}, [2], {LIST_LENGTH: 1, 0: 2}, 3])
+def test_two_values_in_one_place_are_not_united(left: Any, right: Any) -> None:
+    with pytest.raises(StructureError):
+        united(left, right)
 
 
 def test_map_reduce() -> None:

@@ -227,8 +227,10 @@ B = torch.full((2,), 7.0)
         # A list with a tensor that is not stored before one with a tensor that is.
         (lambda b: [[1], [2, b]], lambda b: [[1, named("new")], [2, b]], [[1], [2, B]]),
         (lambda b: [[1, None], [2, b]], lambda b: [[1, named("new")], [2, b]], [[1, None], [2, B]]),
+        # Other values where a tensor is stored.
+        (lambda b: [named("a"), b], lambda b: [{"n": 1, "w": named("new")}, b], [{"n": 1}, B]),
     ],
-    ids=["lists and dicts", "not stored", "stored as another value"],
+    ids=["lists and dicts", "not stored", "stored as another value", "other values"],
 )
 def test_lists_in_a_list_keep_their_places(
     tmp_path: Path, saved: Any, asked: Any, expected: list[Any]
