@@ -172,7 +172,7 @@ class ShardedTensor(ShardedBase):
                     errors.ShapeMismatchError,
                 )
         if (data := self.data) is not None:
-            if not isinstance(data, torch.Tensor) or data.is_nested:
+            if not isinstance(data, torch.Tensor) or data.is_nested or is_lazy(data):
                 raise _not_dense(self.key, data)
             if data.dtype != self.dtype:
                 raise self._wrong(
@@ -385,7 +385,7 @@ class ShardedTensor(ShardedBase):
         prepended = self.prepend_axis_num
         index = []
         for offset, size in zip(self.global_offset[prepended:], self.local_shape, strict=True):
-            if self.axis_fragmentations is None and offset % max(1, size):
+            if offset % max(1, size):
                 raise self._wrong("an irregular cut has no regular grid of chunks")
             # An empty shard has no position along this axis.
             index.append(offset // size if size else 0)

@@ -96,6 +96,23 @@ def test_impossible_rank_offsets(offset: Any) -> None:
     assert caught.value.key == "weight"
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.ones((2, 3), np.float32),
+        [[1.0] * 3] * 2,
+        torch.nested.nested_tensor([torch.ones(3)] * 2),
+        torch.nn.LazyLinear(3).weight,
+    ],
+    ids=["array", "list", "nested", "lazy"],
+)
+def test_data_that_is_no_dense_tensor_is_refused(data: Any) -> None:
+    for make in (lambda: OF("k", data), lambda: described(data=data)):
+        with pytest.raises(DTypeMismatchError, match="not a dense tensor") as caught:
+            make()
+        assert caught.value.key == "k"
+
+
 # ---- metadata integrity
 
 
@@ -172,7 +189,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "narrowed beyond the end": (lambda: described().narrow(1, 2, 2), "'k'"),
     "narrowed before the start": (lambda: described().narrow(0, -3, 1), "'k'"),
     "narrowed to less than nothing": (lambda: described().narrow(1, 0, -1), "'k'"),
-    "narrowed irregular cut": (lambda: irregular().narrow(0, 0, 1), "regular"),
+    "narrowed rest": (lambda: irregular(global_offset=(2, 0)).narrow(0, 0, 1), "regular"),
+    "narrowed odd part": (lambda: irregular(global_shape=(4, 3)).narrow(0, 0, 1), "regular"),
+    "narrowed empty part": (
+        lambda: irregular(data=None, local_shape=(0, 3)).narrow(0, 0, 0),
+        "regular",
+    ),
     "narrowed columns of a range": (lambda: flat(1, 10).narrow(1, 0, 1), "contiguous"),
     "object of other axes": (lambda: ShardedObject("a", 5, (1, 2), (0,)), "same number of axes"),
 }
@@ -206,8 +228,12 @@ def test_an_uneven_axis_is_padded_where_shapes_may_differ() -> None:
 
 
 def test_shapes_become_tuples_of_ints() -> None:
-    shard = described(local_shape=[2, 3], global_shape=torch.Size([4, 3]))
-    assert (type(shard.local_shape), type(shard.global_shape)) == (tuple, tuple)
+    shard = described(
+        local_shape=[2, 3], global_shape=torch.Size([4, 3]), axis_fragmentations=[2, 1]
+    )
+    shapes = (shard.local_shape, shard.global_shape, shard.axis_fragmentations)
+    assert [type(shape) for shape in shapes] == [tuple] * 3
+    assert OF_FLAT("k", torch.ones(1), (), flattened_range=slice(None)).local_coordinates() == ()
 
 
 def test_description_survives_copying() -> None:
