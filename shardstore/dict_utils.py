@@ -297,7 +297,7 @@ def shaped_like(asked: Any, found: Any) -> Any:
     if isinstance(asked, list if is_list else dict):
         at = dict(enumerate(asked)) if isinstance(asked, list) else asked
         for key in () if is_list else at:
-            if not isinstance(key, str) and (text := str(key)) in have and text not in at:
+            if (text := str(key)) in have and text not in at:
                 with suppress(StructureError):  # both are stored
                     held = [dict_list_map_outplace(_same, have[key])] if key in have else []
                     have[key] = reduce(united, [*held, have[text]])
@@ -308,7 +308,7 @@ def shaped_like(asked: Any, found: Any) -> Any:
         between = {i: value for i, value in at.items() if i < last and i not in have}
         have |= extract_matching_values(between, lambda x: not isinstance(x, ShardedBase))[0]
         return [shaped_like(at.get(i), have[i]) for i in sorted(have)]
-    shaped = empty_like(asked if isinstance(asked, dict) and type(found) is dict else found)
+    shaped = empty_like(asked if type(found) is dict else found)
     for key in dict.fromkeys((*at, *have)):
         if key in have:
             value = have[key]

@@ -211,7 +211,8 @@ def test_merge_changes_the_first_dict() -> None:
         ({"a": [1]}, {"a": {0: 5}}, r"\('p', 'a'\)"),
         ([1, 2], [1], "2 and 1 elements"),
         ([{"q": 1}], [{"q": 1}], r"\('p', 0, 'q'\)"),
-        (1, 2, r"\('p',\)"),
+        ([1, 2], 2, r"\('p',\)"),
+        (1, [2, 3], r"\('p',\)"),
         ({"a": None}, {"a": None}, "None and None"),
     ],
 )
@@ -287,6 +288,9 @@ def test_parts_of_a_list_are_united(left: Any, right: Any, expected: Any) -> Non
 def test_two_values_in_one_place_are_not_united(left: Any, right: Any) -> None:
     with pytest.raises(StructureError):
         united(left, right)
+    for pair in (([{}], {1: 2}), ({1: 2}, [{}])):
+        with pytest.raises(StructureError):
+            united(*pair)
 
 
 def test_map_reduce() -> None:
