@@ -333,6 +333,8 @@ def test_equal_content_is_warned_about(tmp_path: Path, caplog: pytest.LogCapture
         again.save(4, state_of(6))
         again.save(5, {"w": ShardedTensor.from_rank_offsets("v", torch.full(SIZE, 6.0))})
         again.save(6, state_of(6, (32, 64)))
+        for step in (7, 8):  # no tensors
+            again.save(step, {"n": step})
     (text,) = warnings_of(caplog)
     assert "step 4 are equal to those of step 2" in text
 

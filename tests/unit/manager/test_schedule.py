@@ -87,6 +87,7 @@ def test_a_step_is_saved_if_any_rule_says_so(
         ({"every_s": 0}, "every_s=0 must be a number above 0"),
         ({"every_s": float("inf")}, "every_s=inf"),
         ({"every_s": True}, "every_s=True"),
+        ({"every_s": "5"}, "every_s='5'"),
         ({"grace_s": -1}, "grace_s=-1"),
         ({"interval": "always"}, "interval='always' must be 'continuous'"),
         ({"save_on_signal": [signal.SIGKILL]}, r"save_on_signal=\[.*SIGKILL.* must be .*Errno 22"),
@@ -211,6 +212,7 @@ def test_a_signal_is_never_lost_to_a_manager_that_is_gone(tmp_path: Path) -> Non
     assert second.should_save(1)
     first.close()  # the other still waits for its signal, but not for this one
     os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
     assert RECEIVED == [signal.SIGUSR1]
     del second
     gc.collect()
