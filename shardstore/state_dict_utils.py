@@ -159,14 +159,14 @@ def is_dtensor(value: object) -> bool:
 
 def check_tuple(value: tuple[Any, ...], path: dict_utils.Path) -> None:
     """Refuse a tuple with a sharded value in it. Tuples are values, saved whole by one rank."""
-    name = dict_utils.dotted(path)
-    if any(isinstance(one, ShardedBase) for one in value):
+    name, inside = dict_utils.dotted(path), [one for _, one in dict_utils.leaves(value)]
+    if any(isinstance(one, ShardedBase) for one in inside):
         raise StructureError(
             f"the tuple at {name!r} has a sharded value in it, and tuples are stored whole, by "
             "one rank; make it a list",
             key=name,
         )
-    if any(is_dtensor(one) for _, one in dict_utils.leaves(value)):
+    if any(map(is_dtensor, inside)):
         raise AccessPatternError(
             f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
             "tensors, so make it a list",

@@ -281,6 +281,13 @@ def test_what_factories_build_in_a_list_keeps_its_position(tmp_path: Path) -> No
         torch.testing.assert_close(loaded, {"l": [DATA, expected]})
 
 
+@pytest.mark.parametrize("value", [(1, tensor("w")), ({"w": [tensor("w")]},)], ids=["", "deep"])
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_sharded_value_in_a_tuple_is_refused(value: tuple[Any, ...], loading: bool) -> None:
+    with pytest.raises(StructureError, match=r"the tuple at 'x\.0' .* make it a list"):
+        StateSplit({"x": [value]}, loading=loading)
+
+
 def test_a_factory_that_builds_a_factory_is_refused(tmp_path: Path) -> None:
     inner = ShardedTensorFactory("f", DATA, lambda key, *_: tensor(key), lambda part: part)
     outer = ShardedTensorFactory("f", DATA, lambda *_: inner, lambda part: part)
