@@ -190,7 +190,7 @@ class StateSplit:
     it, see :data:`~shardstore.values.record.LIST_LENGTH`.
 
     Args:
-        state: the state dict. A save replaces its factories in place by what they build.
+        state: the state dict.
         loading: whether it is loaded, not saved.
         adopt: returns what takes the place of a tensor, or of a shard of a class of its own, at a
             path, such as :class:`HeldShards`; default: itself.
@@ -259,7 +259,7 @@ class StateSplit:
             if isinstance(made, HeldShards):
                 walked.append((key, *self._hold(made, here)))
             elif isinstance(made, ShardedTensorFactory) and not built:
-                walked.append((key, *self._build(x, key, made, here)))
+                walked.append((key, *self._build(made, here)))
             else:
                 walked.append((key, *self._walk(made, here, built=built)))
             if not (built or self.has_shards):
@@ -313,16 +313,12 @@ class StateSplit:
         is_left_out = self._keys is not None and dict_utils.dotted(path) not in self._keys
         return {_SHARDED}, {} if is_left_out or not self._loading else {_LOCAL: held.tensor}
 
-    def _build(
-        self, x: Any, key: Any, factory: ShardedTensorFactory, path: dict_utils.Path
-    ) -> _Walked:
-        """Walk what a factory builds. A save puts it in the place of the factory."""
+    def _build(self, factory: ShardedTensorFactory, path: dict_utils.Path) -> _Walked:
+        """Walk what a factory builds."""
         before, shards = len(self.found), len(self.shards)
-        built = factory.build()
+        kinds, parts = self._walk(factory.build(), path, built=True)
         if not self._loading:
-            x[key] = built
-            return self._walk(built, path, built=True)
-        _, parts = self._walk(built, path, built=True)
+            return kinds, parts
         if len(self.found) > before and len(self.shards) == shards:
             return {_SHARDED}, {}  # all of it is left out
         # Without its tensor, which is freed before the merge.

@@ -281,6 +281,22 @@ def test_what_factories_build_in_a_list_keeps_its_position(tmp_path: Path) -> No
         torch.testing.assert_close(loaded, {"l": [DATA, expected]})
 
 
+@pytest.mark.parametrize("backend", [("zarr", 2), ("zarr", 1), ("torch_dist", 1)], ids=str)
+def test_a_state_with_factories_is_saved_and_loaded_again(
+    tmp_path: Path, backend: tuple[str, int]
+) -> None:
+    """As one that a program describes once, with tensors that it trains."""
+    data = torch.zeros(2, 3)
+    made = ShardedTensorFactory(
+        "f", data, lambda key, data, *_: {"t": named(key, data[0, 0])}, lambda parts: parts["t"]
+    )
+    state = {"l": [made]}
+    for n in (1, 2):
+        data.fill_(n)
+        shardstore.save(state, tmp_path / "c", backend, overwrite=True)
+        assert shardstore.load(state, tmp_path / "c")["l"][0].tolist() == [n, n]
+
+
 @pytest.mark.parametrize("value", [(1, tensor("w")), ({"w": [tensor("w")]},)], ids=["", "deep"])
 @pytest.mark.parametrize("loading", [False, True])
 def test_a_sharded_value_in_a_tuple_is_refused(value: tuple[Any, ...], loading: bool) -> None:
