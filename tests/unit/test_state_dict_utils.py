@@ -142,7 +142,9 @@ def test_load_keeps_what_factories_build_for_their_merge() -> None:
     [lambda e: [e, tensor("w")], lambda e: [{"a": [e]}, {"a": [tensor("w")]}], lambda e: [e]],
     ids=["beside a tensor", "nested", "alone"],
 )
-def test_what_no_rank_stores_is_no_element_of_a_list(wrap: Callable[[ShardedTensor], Any]) -> None:
+def test_what_no_rank_stores_is_no_element_of_a_list(
+    tmp_path: Path, wrap: Callable[[ShardedTensor], Any]
+) -> None:
     """A load left it out, and the next element took its place."""
     nothing = ShardedTensor.from_rank_offsets_flat(
         "e", torch.empty(0), (0, 4), flattened_range=slice(0, 0)
@@ -150,7 +152,11 @@ def test_what_no_rank_stores_is_no_element_of_a_list(wrap: Callable[[ShardedTens
     for loading in (False, True):
         with pytest.raises(StructureError, match="make it a dict"):
             StateSplit({"l": wrap(nothing)}, loading=loading)
-    assert list(load_preprocess({"d": {"e": nothing, "w": tensor("w")}})[0]["d"]) == ["w"]
+    state = {"d": {"e": nothing, "w": tensor("w")}, "n": 1}
+    assert list(load_preprocess(state)[0]["d"]) == ["w"]
+    shardstore.save(state, tmp_path / "c")
+    found: Any = shardstore.load(state, tmp_path / "c", strict="raise_all")
+    assert list(found["d"]) == ["w"]
 
 
 def test_filter_out_empty_flattened() -> None:
@@ -306,7 +312,7 @@ def test_a_sharded_value_in_a_tuple_is_refused(value: tuple[Any, ...], loading: 
 
 def test_a_factory_that_builds_a_factory_is_refused(tmp_path: Path) -> None:
     inner = ShardedTensorFactory("f", DATA, lambda key, *_: tensor(key), lambda part: part)
-    outer = ShardedTensorFactory("f", DATA, lambda *_: inner, lambda part: part)
+    outer = ShardedTensorFactory("f", DATA, lambda *_: [inner], lambda part: part)
     with pytest.raises(StructureError, match="a factory built the factory"):
         shardstore.save({"l": [tensor("w"), outer]}, tmp_path / "c")
     assert not list(tmp_path.iterdir())
