@@ -169,14 +169,13 @@ def constant_of(data: LocalData) -> bytes | None:
         or (first := data[(0,) * data.ndim].tobytes()) != data[(-1,) * data.ndim].tobytes()
     ):
         return None
-    if data.size > 2:
-        for values in [data.real, data.imag] if data.dtype.kind == "c" else [data]:
-            bits = values.view(f"u{values.dtype.itemsize}")
-            bits = bits.reshape(-1) if bits.flags.c_contiguous else bits
-            rows = max(1, BLOCK_ELEMENTS * len(bits) // bits.size)
-            for start in range(0, len(bits), rows):
-                if not (bits[start : start + rows] == bits[(0,) * bits.ndim]).all():
-                    return None
+    for values in [data.real, data.imag] if data.dtype.kind == "c" else [data]:
+        bits = values.view(f"u{values.dtype.itemsize}")
+        bits = bits.reshape(-1) if bits.flags.c_contiguous else bits
+        rows = max(1, BLOCK_ELEMENTS * len(bits) // bits.size)
+        for start in range(0, len(bits), rows):
+            if not (bits[start : start + rows] == bits[(0,) * bits.ndim]).all():
+                return None
     return first if _is_kept_by_zarr(first, data.dtype) else None
 
 
