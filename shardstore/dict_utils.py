@@ -94,7 +94,8 @@ def empty_like(x: Any) -> dict[Any, Any]:
 def diff(
     x1: Any, x2: Any, prefix: tuple[Any, ...] = ()
 ) -> tuple[list[Any], list[Any], list[tuple[Any, ...]]]:
-    """Compare two nested structures; lists, tuples and NumPy arrays are compared by position.
+    """Compare two nested structures; lists, tuples and NumPy arrays are compared by position. NaN
+    is equal to NaN.
 
     For sharded tensors, objects and factories only the data are compared. Their type is part of the
     path to a mismatch inside.
@@ -146,9 +147,10 @@ def _value_mismatch(x1: Any, x2: Any, path: tuple[Any, ...]) -> list[tuple[Any, 
     if all(tensors) and x1.shape != x2.shape:
         return [(*types, x1.shape, x2.shape)]
     try:
-        if all(tensors) and torch.any(unequal := x1 != x2):
+        unequal = (x1 != x2) & ((x1 == x1) | (x2 == x2))  # NaN is equal to NaN
+        if all(tensors) and torch.any(unequal):
             return [(*types, unequal.sum(), x1.shape, unequal.nonzero().tolist())]
-        equal = all(tensors) or (not any(tensors) and bool(np.all(x1 == x2)))
+        equal = all(tensors) or not (any(tensors) or np.any(unequal))
     except Exception:
         # Values that cannot be compared (meta tensors, some objects) count as different.
         equal = False

@@ -39,6 +39,10 @@ nested = st.recursive(
 ).filter(lambda x: isinstance(x, dict | list))
 
 
+def float_nan() -> float:
+    return float("nan")  # another object each time
+
+
 def is_int(value: Any) -> bool:
     return isinstance(value, int)
 
@@ -97,6 +101,11 @@ def test_extract_loses_no_value(x: Any) -> None:
             ([], [], [(("a", 1), np.float64, np.float64)]),
         ),
         (np.array(1.0), np.array(1.0), ([], [], [])),
+        *(
+            ((1, make()), (1, make()), ([], [], []))
+            for make in (float_nan, np.array([np.nan]).copy)
+        ),
+        ((1, float_nan()), (1, 1.0), ([], [], [((1,), float, float)])),
     ],
 )
 def test_diff(left: Any, right: Any, expected: Any) -> None:
@@ -115,6 +124,9 @@ def test_diff_of_tensors() -> None:
     _, _, [mismatch] = diff({"a": ones}, {"a": 5})
     assert mismatch == (("a",), torch.Tensor, int)
     assert diff(torch.tensor(1.0), torch.tensor(1.0)) == ([], [], [])
+    nan = float_nan()
+    _, _, [mismatch] = diff(torch.tensor([nan, 1, 2]), torch.tensor([nan, nan, 2]))
+    assert mismatch[3:] == (1, (3,), [[1]])
 
 
 def test_diff_of_what_cannot_be_compared() -> None:
