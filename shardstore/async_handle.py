@@ -198,7 +198,7 @@ class AsyncSave:
         self._end = in_background(work, daemon=True)
         self._end.add_done_callback(self._free)
         latest_save.clear()
-        latest_save[self.url] = self.wait
+        latest_save[session.target] = self.wait
 
     def _run(
         self, session: Running, request: AsyncRequest, write: Callable[[], object]

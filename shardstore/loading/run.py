@@ -47,7 +47,7 @@ from shardstore.mapping import (
 )
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import HeldShards, StateSplit, is_plain
-from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, latest_save
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, latest_save, settled
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
@@ -212,8 +212,8 @@ def run_load(request: LoadRequest) -> Loaded:
     except Exception as problem:  # every rank raises it
         location = LocalFolder(shown(request.checkpoint_dir))
         request.error = request.error or problem
-    if wait := latest_save.get(location.url):
-        wait()
+    if latest_save:
+        settled(location)
     what = f"loading {location.url}"
     with metered("load", location.url, request.callback) as meter, collector_paused():
         opened = open_checkpoint(request, location, meter)

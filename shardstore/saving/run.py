@@ -29,7 +29,7 @@ from shardstore.saving.plain import PlainValues
 from shardstore.saving.plan import needing_layouts
 from shardstore.saving.session import Agreement, SaveSession, SplitState, Strategies
 from shardstore.state_dict_utils import StateSplit
-from shardstore.storage.checkpoint import latest_save
+from shardstore.storage.checkpoint import latest_save, settled
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.attempt import Attempt
 from shardstore.storage.commit.base import read_base
@@ -160,8 +160,8 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
         raise request.error
     options, ranks = request.options, request.ranks
     target = Location.of(request.checkpoint_dir, options.storage_options)
-    if wait := latest_save.get(target.url):
-        wait()
+    if latest_save:
+        settled(target)
     base = None if options.base is None else Location.of(options.base)
     if base is not None and not base.options:
         base = Location.of(base, target.options)

@@ -4,6 +4,7 @@ chunks; also the removal of arrays."""
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,17 +49,19 @@ for each chunk."""
 LAYOUT = ("zarr", 2)
 """Backend and version in ``metadata.json`` of checkpoints with a root document."""
 
-latest_save: dict[str, Callable[[], object]] = {}
-"""URL of the latest asynchronous save of this process -> waits for its end."""
+latest_save: dict[Location, Callable[[], object]] = {}
+"""Target of the latest asynchronous save of this process -> waits for its end."""
 
 T = TypeVar("T")
 
 
 def settled(location: Location) -> Location:
-    """Return a location after the end of this process's asynchronous save to it, so that no older
-    state is read, or committed last."""
-    if wait := latest_save.get(location.url):
-        wait()
+    """Return a location after the end of this process's asynchronous save to it, or to a place that
+    it is inside of, also through links, so that no older state is read, or committed last."""
+    for target, wait in tuple(latest_save.items()):
+        places = [os.path.realpath(p.url) if p.is_local else p.url for p in (location, target)]
+        if f"{places[0]}/".startswith(f"{places[1]}/"):
+            wait()
     return location
 
 

@@ -90,11 +90,16 @@ def test_a_callback_that_fails_costs_no_checkpoint(
 
 
 @pytest.mark.parametrize("waits", ["load", "save", "async_save", "handle", "manager", "restore"])
+@pytest.mark.parametrize("link", [False, True])
 def test_a_callback_that_waits_for_its_own_save_is_an_error_of_the_callback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, waits: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, waits: str, link: bool
 ) -> None:
+    """Also if a symbolic link leads to its place."""
     manager, begun = CheckpointManager(tmp_path), threading.Event()
     place = manager.url(1)
+    if link:
+        (tmp_path / "link").symlink_to(place)
+        place = str(tmp_path / "link")
     calls: dict[str, Callable[[], object]] = {
         "load": lambda: shardstore.load(wanted()[0], place),
         "save": lambda: shardstore.save(state_of(2), place, overwrite=True),
