@@ -5,6 +5,9 @@ Without a process group, the functions act as for one rank. Messages use the giv
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
@@ -13,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from shardstore.errors import ArgumentError, CheckpointingException, RanksError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -72,6 +77,22 @@ def first_of(values: Iterable[object], most: int = 8, *, between: str = "; ") ->
     texts = [str(value) for value in values]
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return between.join([*texts[:most], *more])
+
+
+def tell_launched(url: str) -> None:
+    """Log a warning if a launcher started this process as one of several ranks, and it saves
+    without a process group, to a place that does not have its number in its name or its folder's
+    (``rank-3``, ``rank-3/step-100``). Rank 0 may save for all."""
+    rank, names = os.environ.get("RANK", "").lstrip("0"), " ".join(url.split("/")[-2:])
+    if not rank or dist.is_initialized() or rank in re.findall(r"0*(\d+)(?![0-9A-Za-z])", names):
+        return
+    logger.warning(
+        "saving to %s: RANK=%s saves alone, as if no other rank did, because there is no process "
+        "group: call torch.distributed.init_process_group() first, so that all ranks save "
+        "together, or give each rank a place of its own",
+        url,
+        rank,
+    )
 
 
 def largest(numbers: list[int], group: Group = None) -> list[int]:

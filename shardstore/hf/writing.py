@@ -23,7 +23,7 @@ from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
 from shardstore.coverage import ShardReport, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import first_of
+from shardstore.distributed.groups import first_of, tell_launched
 from shardstore.dtensor.adoption import shard
 from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.hf.block_writer import BlockWriter, BoxReader, ExportPlan, source_of
@@ -356,6 +356,8 @@ class Export(BlockWriter):
         target = self.target = given.target()
         target.require_shared(self.ranks.world_size)
         settled(target)
+        if self.ranks.world_size == 1:
+            tell_launched(target.url)
         if self.ranks.is_coordinator:
             self.documents = given.documents()
         self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)

@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch.distributed as dist
 import xxhash
 
 from shardstore import coverage, errors, mapping, validation
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import require_group
+from shardstore.distributed.groups import require_group, tell_launched
 from shardstore.dtensor.adoption import Adoption
 from shardstore.dtensor.layout import apply_claims, decide_claims
 from shardstore.saving import plain, replicas
@@ -114,8 +112,8 @@ def begin(request: SaveRequest) -> Started:
     if request.ranks.world_size > 1:
         return _begin_together(request)
     state = split_state(request)
-    if rank := os.environ.get("RANK", "").lstrip("0"):  # rank 0 may save for all
-        _tell_launched(rank, state.target.url)
+    if "RANK" in os.environ:
+        tell_launched(state.target.url)
     agreed = Agreement(
         exchange_layouts=bool(needing_layouts(state.shards)),
         base_documents=None if state.base is None else read_base(state.base),
@@ -128,22 +126,6 @@ def begin(request: SaveRequest) -> Started:
     except BaseException:
         attempt.abandon()
         raise
-
-
-def _tell_launched(rank: str, url: str) -> None:
-    """Log a warning if a launcher started this process as one of several ranks, and it saves
-    without a process group, to a place that does not have its number in its name or its folder's
-    (``rank-3``, ``rank-3/step-100``)."""
-    _, *names = url.rsplit("/", 2)
-    if dist.is_initialized() or rank in re.findall(r"0*(\d+)(?![0-9A-Za-z])", " ".join(names)):
-        return
-    logger.warning(
-        "saving to %s: RANK=%s saves alone, as if no other rank did, because there is no process "
-        "group: call torch.distributed.init_process_group() first, so that all ranks save one "
-        "checkpoint, or give each rank a place of its own",
-        url,
-        rank,
-    )
 
 
 def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
-from shardstore import ShardedTensor
+from shardstore import ShardedTensor, hf
 from shardstore.errors import CheckpointingException
 from tests.helpers.ranks_helper import join, run_ranks
 from tests.helpers.scenarios import logged
@@ -96,11 +96,15 @@ def launched_alone(rank: int, world: int, folder: Path) -> list[int]:
         f"rank-{rank}/step",
         f"all-{rank}/run/step",  # a number further up is that of a run or a host
     ):
-        with logged() as texts:
-            shardstore.save({"w": torch.ones(2)}, folder / place, overwrite=True)
-        words = (f"RANK={rank} ", str(folder / place), "init_process_group", "of its own")
-        assert all(word in text for text in texts for word in words), texts
-        seen.append(len(texts))
+        told = []
+        for save in (shardstore.save, hf.save):
+            with logged() as texts:
+                save({"w": torch.ones(2)}, folder / save.__module__ / place, overwrite=True)
+            words = (f"RANK={rank} ", f"/{place}:", "init_process_group", "of its own")
+            assert all(word in text for text in texts for word in words), texts
+            told.append(len(texts))
+        assert len(set(told)) == 1, (place, told)
+        seen.append(told[0])
     return seen
 
 
