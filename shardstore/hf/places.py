@@ -32,7 +32,7 @@ from shardstore.storage.movers.chunks import SmallFiles
 from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
 from shardstore.storage.runtime.parallel import default_threads
-from shardstore.storage.stores.errors import code_of
+from shardstore.storage.stores.errors import code_of, remedy
 from shardstore.storage.stores.folder import fsync, store_errors
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
@@ -355,6 +355,8 @@ class S3Place(StorePlace):
         for receipt in receipts:
             for name, some in receipt.items():
                 parts[name] += some
+        if self._recorded() != self._uploads:
+            raise self._target.error(f"/{RECORD_NAME} has other uploads: {remedy('NoSuchUpload')}")
         if SINGLE_NAME in parts:
             super().commit(layout, receipts, documents)
             documents = ()

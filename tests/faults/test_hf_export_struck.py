@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load, load_file
 
 from shardstore import hf
-from shardstore.errors import CheckpointExistsError, CheckpointingException
+from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
 from shardstore.hf.files import FileLayout
 from shardstore.hf.places import place_for
 from shardstore.storage.format.documents import array_of_one_chunk
@@ -190,6 +190,32 @@ def test_the_record_of_another_export_and_its_files_stay(s3_server: S3Server) ->
     late.abandon()
     assert place.read(RECORD) == record
     assert place.read(next(iter(layout.heads))) == b"completed"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_export_during_which_another_one_begins_is_told(
+    s3_server: S3Server, at_once: bool
+) -> None:
+    """If both look for the record before there is one, their files could be mixed."""
+    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    layout = FileLayout.of(
+        [array_of_one_chunk(f"w{n}", (10,), "float32") for n in range(3)], 40, {}
+    )
+    late = place_for(place, overwrite=False, durable=False)
+    late.join(late.begin(layout), layout)
+    if at_once:
+        place.delete(RECORD)
+    export(place.url, 1, s3_server.storage_options, overwrite=False)
+
+    def go_on() -> None:
+        for name, size in layout.sizes.items():
+            late.write(name, 0, memoryview(bytes(size)))
+        late.commit(layout, [late.finish()], ())
+
+    with pytest.raises(StorageError, match=r"another export.*init_process_group"):
+        go_on()
+    late.abandon()
+    assert version_of(place) == 1
 
 
 def test_a_file_of_another_program_in_the_place_of_an_open_upload_stays(

@@ -159,6 +159,8 @@ _REMEDIES = {
     "checkpoints out of the bucket's rules for archives",
     "NotImplemented": "the store does not know this request or a header of it, such as "
     "If-None-Match: use a store that honours conditional writes",
+    "NoSuchUpload": "another export to this place ended the uploads (ranks that write one model "
+    "need init_process_group()), or a rule of the bucket did: export again",
     "InvalidBucketName": "the bucket's name is not valid: correct the URL",
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
