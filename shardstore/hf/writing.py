@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
@@ -20,10 +21,10 @@ import torch
 
 from shardstore import errors
 from shardstore.async_handle import RANKS_PURPOSE, AsyncSave, begin_background
-from shardstore.coverage import ShardReport, report_shards
+from shardstore.coverage import ShardReport, keys_of, report_shards
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
-from shardstore.distributed.groups import first_of, tell_launched
+from shardstore.distributed.groups import Members, first_of, tell_launched
 from shardstore.dtensor.adoption import shard
 from shardstore.dtensor.layout import ClaimedTensor
 from shardstore.hf.block_writer import BlockWriter, BoxReader, ExportPlan, source_of
@@ -101,7 +102,8 @@ def save(
             their own.
         file_bytes: largest size of a file's tensors; a larger tensor is a file by itself.
         names: names in the files by key, as a mapping (other keys keep theirs, without the parts
-            of ``torch.compile``) or a function; ``None`` as a name leaves the tensor out.
+            of ``torch.compile``) or a function, which agree on all ranks; ``None`` as a name leaves
+            the tensor out.
         files: paths of files to add, such as ``config.json`` and those of the tokenizer, or
             name -> content. Only those of the first rank count.
         overwrite: replace the model at the place. On a disk it stays until the new one takes its
@@ -296,12 +298,14 @@ class _HeldShards(NamedTuple):
 
     Attributes:
         same: place, data type and size of files, which are the same on all ranks.
+        names: its keys that have another name, or none, with that name.
         shards: its tensors.
         ties: result of :func:`tied`.
         samples: result of :func:`samples`.
     """
 
     same: tuple[Any, ...]
+    names: dict[str, str | None]
     shards: ShardReport
     ties: dict[str, str]
     samples: dict[str, bytes]
@@ -317,6 +321,7 @@ class Export(BlockWriter):
         sources_of: yields the boxes of a tensor, each with what returns parts of it.
         target: its target.
         documents: files to add; on the coordinator.
+        renamed: its keys with other names, see :class:`_HeldShards`.
         record: numbers of tensors and bytes; empty before the end.
     """
 
@@ -325,6 +330,7 @@ class Export(BlockWriter):
     sources_of: Callable[[ShardedTensor], Iterator[tuple[Box, BoxReader]]]
     target: Location = field(init=False)
     documents: SmallFiles = ()
+    renamed: dict[str, str | None] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0
     staging: None = None
@@ -362,7 +368,8 @@ class Export(BlockWriter):
             self.documents = given.documents()
         self.place = place_for(target, overwrite=given.overwrite, durable=given.durable)
         tensors = list(self.held())
-        names = names_of((tensor.key for tensor in tensors), given.names)
+        names = names_of(keys := [tensor.key for tensor in tensors], given.names)
+        self.renamed = {key: name for key in keys if (name := names.get(key)) != key}
         return [(names[tensor.key], tensor) for tensor in tensors if tensor.key in names]
 
     def _report(self, tensors: Sequence[tuple[str, ShardedTensor]]) -> _HeldShards:
@@ -374,12 +381,13 @@ class Export(BlockWriter):
             for name, tensor in tensors
         ]
         sampled = samples(tensors) if self.ranks.world_size > 1 else {}
-        return _HeldShards(same, report_shards(shards), tied(tensors), sampled)
+        return _HeldShards(same, self.renamed, report_shards(shards), tied(tensors), sampled)
 
     def _decide(self, described: list[_HeldShards]) -> ExportPlan:
         """Plan and begin the export. The coordinator calls it."""
         members, place, target = self.ranks.members, self.place, self.target
         _require_same([one.same for one in described], self.ranks)
+        _require_same_names(described, members)
         ties = united(one.ties for one in described)
         arrays, holders = held_by([one.shards for one in described], members)
         sampled = {rank: one.samples for rank, one in zip(members, described, strict=True)}
@@ -441,6 +449,22 @@ def _require_same(same: Sequence[tuple[Any, ...]], ranks: Ranks) -> None:
                 f"but rank {rank} to {one}; give every rank the same",
                 rank=rank,
             )
+
+
+def _require_same_names(described: Sequence[_HeldShards], members: Members) -> None:
+    """Raise :class:`AccessPatternError` if ranks give a key different names."""
+    known: dict[str, tuple[str | None, int]] = {}
+    for rank, one in zip(members, described, strict=True):
+        kept = keys_of([one.shards]).difference(one.names.values())
+        for key, name in chain(one.names.items(), zip(kept, kept, strict=True)):
+            first = known.setdefault(key, (name, rank))
+            if first[0] != name:
+                raise errors.AccessPatternError(
+                    f"names= gives key {key!r} the name {first[0]!r} on rank {first[1]} and "
+                    f"{name!r} on rank {rank}; give every rank the same",
+                    key=key,
+                    rank=rank,
+                )
 
 
 def _differing(sampled: Mapping[int, Mapping[str, bytes]], url: str) -> list[str]:

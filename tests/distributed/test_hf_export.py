@@ -273,6 +273,8 @@ def _differ(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
         "names": lambda: hf.save(MODEL, f"{folder}/m", names=lambda _: "one"),
         "memory": lambda: hf.save(MODEL, "memory://hf-of-ranks/m"),
         "later": lambda: hf.async_save({"w": shard}, f"{folder}/m"),
+        "named": lambda: hf.save(MODEL, f"{folder}/m", names=[{"rows": "model.rows"}, None][rank]),
+        "none": lambda: hf.save(MODEL, f"{folder}/m", names=[None, {"rows": None}][rank]),
     }
     return [(type(error := raised(call)).__name__, str(error)) for call in tries.values()]
 
@@ -280,13 +282,14 @@ def _differ(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
 def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: Path) -> None:
     first, second = run_ranks(_differ, 2, str(tmp_path))
     kinds = [AccessPatternError] * 6 + [RanksError, RanksError, KeyNameError]
-    kinds += [StorageError, AccessPatternError]
+    kinds += [StorageError, *[AccessPatternError] * 3]
     texts = (
         "at offset (18, 0) of shape (1, 16) is on no rank",
         "is in different shards of ranks [0, 1]", "reaches outside the global shape (37, 16)",
         "global_shape (2,) on rank 0 and (3,) on rank 1", "/m1", "bfloat16",
         "file_bytes=0", "missing.json", "would both have the name 'one'", "memory of one process",
-        "is on no rank",
+        "is on no rank", "'rows' the name 'model.rows' on rank 0 and 'rows' on rank 1",
+        "'rows' the name 'rows' on rank 0 and None on rank 1",
     )  # fmt: skip
     for number, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
         for rank in (first, second):
