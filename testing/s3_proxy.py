@@ -36,6 +36,7 @@ class Fault(Enum):
     ARCHIVED = "403 InvalidObjectState; the server sees nothing"
     LOCKED = "400 InvalidRequest, as of a bucket with an object lock; the server sees nothing"
     UNKNOWN = "501 NotImplemented; the server sees nothing"
+    HOLLOW = "200 without a body; the server sees nothing"
     RESET_BEFORE = "reset before the server sees anything"
     RESET_IN_REQUEST = "reset after half of the request's body went to the server"
     DROP_ANSWER = "the server does the work, then reset in place of its answer"
@@ -293,6 +294,8 @@ class FaultProxy:
         if fault is Fault.RESET_IN_REQUEST:
             await self._send_half(*asked)
             _cut(request, reset=True)
+        if fault is Fault.HOLLOW:
+            return web.Response()
         if fault is not None and fault in _MESSAGES:
             return _refused(fault, passed)
         passed.sent_bytes = len(body)

@@ -373,13 +373,17 @@ class S3Place(StorePlace):
     def _complete(self, name: str, size: int, parts: Sequence[tuple[int, str]]) -> None:
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in parts]
         about = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
+        what = f"/{name}: the store does not say that it completed the upload; export again"
+        failure: OSError = self._target.error(what)
         try:
-            self._call("complete_multipart_upload", name, about)
-        except (StorageError, FileNotFoundError):
-            # The answer to an earlier try may have been lost.
-            found = self._remote.stamp(name)
-            if found is None or found[0] != size:
-                raise
+            if "ETag" in self._call("complete_multipart_upload", name, about):
+                return
+        except (StorageError, FileNotFoundError) as error:
+            failure = error
+        # The answer to an earlier try may have been lost.
+        found = self._remote.stamp(name)
+        if found is None or found[0] != size:
+            raise failure
 
     def abandon(self) -> None:
         """Abort the uploads, so that the store does not keep their parts, and delete the files of

@@ -231,6 +231,19 @@ def test_a_file_of_another_program_in_the_place_of_an_open_upload_stays(
     assert place.read(theirs) == b"theirs"
 
 
+def test_an_upload_that_the_store_does_not_say_to_be_complete_is_looked_for(
+    s3_server: S3Server,
+) -> None:
+    """A proxy may cut an answer that the store began before it had done the work."""
+    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        proxy.add(Fault.HOLLOW, methods=("POST",), path="uploadId")
+        with pytest.raises(StorageError, match=r"/model-00001-of-00003.*export again"):
+            export(place.url, 1, options)
+    assert version_of(place) is None
+
+
 def test_a_record_that_cannot_be_removed_is_no_failure(
     s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
