@@ -135,6 +135,22 @@ def test_a_wrong_region_is_named(s3_server: S3Server, kind: str) -> None:
         refused(s3_server.at(endpoint_url).storage_options, "s3://bucket/run/x", "region")
 
 
+@pytest.mark.parametrize("page", [b"default backend - 404", b"<html>not found</html>"])
+def test_a_server_that_is_no_store_is_named(s3_server: S3Server, page: bytes) -> None:
+    """Such as an ingress of Kubernetes. That it has nothing there does not make a bucket empty."""
+
+    class Handler(Quiet):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.end(404, {"Content-Type": "text/html"}, page)
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815 (its names)
+
+    with answering(Handler) as endpoint_url:
+        options = s3_server.at(endpoint_url).storage_options
+        refused(options, "s3://bucket/run/x", "the endpoint", works=[save, *VERBS[3:]])
+
+
 CHARACTERS: dict[str, Callable[[str], dict[str, Any]]] = {
     "key": lambda text: {"key": text},
     "secret": lambda text: {"secret": text},

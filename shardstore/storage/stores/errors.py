@@ -147,7 +147,8 @@ REGION = (
 )
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
 _REMEDIES = {
-    **dict.fromkeys(("NoSuchBucket", "404"), _NO_BUCKET),
+    "NoSuchBucket": _NO_BUCKET,
+    "404": f"the endpoint is of another server, or {_NO_BUCKET}",
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "Forbidden", "401", "403"), _DENIED),
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _DENIED),
     **dict.fromkeys(("InvalidToken", "ExpiredToken"), _DENIED),
@@ -168,6 +169,10 @@ _REMEDIES = {
     "429": "the store is overloaded: try again later, or with fewer ranks at a time",
     "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
+    "413": "a proxy before the store refuses so large requests: raise its limit "
+    "(client_max_body_size of nginx), or save smaller chunks",
+    "500": "the store failed, or the endpoint is of another server: check it, or try again later",
+    "InternalError": "the store failed: try again later",
     "EntityTooLarge": "the object is too large for one request: save smaller chunks",
 }
 _NOT_THERE = "the store has nothing at this URL: check the endpoint and the URL"
@@ -280,7 +285,9 @@ def _kind_of(url: str) -> str:
 def code_of(error: BaseException | None) -> str | None:
     """Return the store's error code (Amazon S3 API, "Error responses"), or the HTTP status of an
     error of gcsfs; ``None`` if the error has none."""
-    code = _answer(error).get("Error", {}).get("Code")
+    answer = _answer(error)
+    code = answer.get("Error", {}).get("Code")  # a page that is XML has none
+    code = code or answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     for one in _causes(error):
         if type(one).__module__ == "gcsfs.retry":
             code = code or getattr(one, "code", None)

@@ -514,7 +514,9 @@ class RemoteStore:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             # A client names a file of this machine that it lacks, such as a credential_process.
             is_of_client = error.filename is not None and isinstance(self.fs, AsyncFileSystem)
-            is_refused = code_of(error) == "NoSuchBucket" or overload_of(error)
+            # A listing without keys is no 404.
+            refusals = ("NoSuchBucket", "404") if doing == "listing" else ("NoSuchBucket",)
+            is_refused = code_of(error) in refusals or overload_of(error)
             if is_refused or is_of_client or not absent:
                 raise explained(doing, url, error) from error
             raise FileNotFoundError(url) from None

@@ -103,6 +103,10 @@ def test_an_answer_without_a_message_is_told_by_its_code(said: str) -> None:
     error = PermissionError(said)
     error.__cause__ = answered(403, code="AccessDenied").__cause__
     assert "failed: AccessDenied; the store refuses" in str(explained("reading", "s3://b/x", error))
+    assert "failed: 413: " in (
+        text := str(explained("writing", "s3://b/x", answered(413, code="")))
+    )
+    assert "proxy" in text
     unknown = OSError("An error occurred (NoName) when calling PutObject: None")
     assert "PutObject; check" in str(explained("writing", "s3://b/x", unknown))
 
