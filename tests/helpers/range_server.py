@@ -31,6 +31,8 @@ class RangeServer:
         token: the token that requests to the Hub must have.
         revision: the only revision of the Hub's repository.
         ignores_ranges: whole files are sent.
+        shifts_ranges: ranges are sent from the beginning of the file.
+        cuts: how many answers of each request end in their middle, before a whole one.
         busy: status of the refusals, and how many there are of each request before an answer.
         retry_after: header of the refusals.
         requests: method, path and range of each request.
@@ -45,6 +47,8 @@ class RangeServer:
     token: str = ""
     revision: str = "main"
     ignores_ranges: bool = False
+    shifts_ranges: bool = False
+    cuts: int = 0
     busy: tuple[int, int] = (0, 0)
     retry_after: str = ""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
@@ -64,6 +68,8 @@ class Quiet(BaseHTTPRequestHandler):
     """A handler that logs nothing."""
 
     protocol_version = "HTTP/1.1"
+    cut = False
+    """Whether the next answer ends in its middle."""
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
@@ -76,7 +82,8 @@ class Quiet(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2] if self.cut else data)
+        self.close_connection |= self.cut
 
 
 @contextmanager
@@ -111,6 +118,7 @@ class _Handler(Quiet):
         path, asked = unquote(parts.path), self.headers.get("Range", "")
         about.requests.append((self.command, path, asked))
         about.authorizations.append(self.headers.get("Authorization", ""))
+        self.cut = bool(asked) and about.requests.count(about.requests[-1]) <= about.cuts
         status, times = about.busy
         if about.requests.count(about.requests[-1]) <= times:
             self.end(status, {"Retry-After": about.retry_after} if about.retry_after else {})
@@ -155,6 +163,8 @@ class _Handler(Quiet):
         headers, status = {"ETag": f'"{len(data)}"'}, 200
         if found and not self.server_about.ignores_ranges:
             start, stop = int(found[1]), min(int(found[2]) + 1, len(data))
+            if self.server_about.shifts_ranges:
+                start, stop = 0, stop - start
             if start >= len(data):
                 self.end(416)
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 import traceback
 from collections import Counter
@@ -30,7 +31,7 @@ from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores import remote
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
-from tests.helpers.range_server import SIGNATURE, RangeServer, range_server
+from tests.helpers.range_server import SIGNATURE, Quiet, RangeServer, answering, range_server
 
 SECRET = "a-secret-that-nobody-sees"
 W = torch.arange(96.0 * 1024).reshape(96, 1024)
@@ -122,10 +123,36 @@ def test_rows_are_read_alone_and_columns_with_their_gaps(web: RangeServer) -> No
     assert counters["bytes_read"] - before <= rows.nbytes + W.nbytes
 
 
-def test_a_server_without_ranges_is_an_error(web: RangeServer) -> None:
-    web.ignores_ranges = True
-    with pytest.raises(CheckpointingException, match="sends whole files, not ranges"):
+@pytest.mark.parametrize("fault", ["ignores_ranges", "shifts_ranges"])
+def test_a_server_that_sends_other_ranges_is_an_error(web: RangeServer, fault: str) -> None:
+    setattr(web, fault, True)
+    with pytest.raises(StorageError, match="sends whole files, or other bytes than the range"):
         hf.load(state(), f"{web.url}/model")
+
+
+def test_a_whole_file_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_DEADLINE_S", 5.0)
+    ended = threading.Event()
+
+    class Endless(Quiet):
+        def do_GET(self) -> None:  # noqa: N802 (its name)
+            self.send_response(200)
+            self.send_header("Content-Length", str(2**50))
+            self.end_headers()
+            ended.wait(60)
+
+    with answering(Endless) as url:
+        try:
+            with pytest.raises(StorageError, match="sends whole files"):
+                Location.of(url).read_range("model.safetensors", 0, 8)
+        finally:
+            ended.set()
+
+
+def test_an_answer_that_ends_too_early_is_asked_for_again(web: RangeServer) -> None:
+    web.cuts = 2
+    require_loads(f"{web.url}/model")
+    assert max(Counter(web.requests).values()) == 3
 
 
 def test_a_file_that_an_index_names_is_missing(web: RangeServer, model: Path) -> None:

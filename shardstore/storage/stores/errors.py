@@ -191,6 +191,7 @@ _DENIED_ELSEWHERE = (
 
 
 _OVERLOADED = (429, 502, 503, 504)
+_CUTS = ("ClientPayloadError", "ServerDisconnectedError", "ClientOSError")
 _READING = ("reading", "looking for", "listing")
 
 
@@ -265,7 +266,7 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
         advice = _NOT_THERE if error.filename is None else SETTINGS
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
-        or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient"))
+        or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient", *_CUTS))
     ):
         advice = no_answer(url)
     else:
@@ -304,6 +305,11 @@ def overload_of(error: BaseException | None) -> Any:
         if type(one).__module__.startswith("aiohttp.") and hasattr(one, "status"):
             return one if one.status in _OVERLOADED else None
     return None
+
+
+def was_cut(error: BaseException | None) -> bool:
+    """Return whether aiohttp lost the connection in the middle of an answer, or before it."""
+    return any(type(one).__name__ in _CUTS for one in _causes(error))
 
 
 def _answer(error: BaseException | None) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from shardstore.storage.stores.errors import (
     keep_quiet_about,
     overload_of,
     too_late,
+    was_cut,
 )
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 
@@ -57,6 +58,8 @@ DELETE_TRIES = 4
 WEB_TRIES = 5
 MOST_WAIT_S = 30.0
 """Largest time before another request to a web server that is overloaded."""
+WHOLE_BYTES = 64 * 2**20
+"""What a web server that sends whole files may send beyond the range that it is asked for."""
 _WORTH_ANOTHER_TRY = ("InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout")
 
 _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
@@ -100,10 +103,11 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
     configured = [fsspec.config.conf.get(name, {}) for name in CLIENTS if CLIENTS[name] is client]
     every = chain(*(about.items() for about in (*configured, options)))
     options = {name: value for name, value in every if name not in _OF_INSTANCES}
-    # Only with a proxy, because aiohttp then refuses a token for a host that is in ~/.netrc too.
     own = options.get("client_kwargs") or {}
-    if protocol in ("http", "https") and getproxies() and isinstance(own, Mapping):
-        options["client_kwargs"] = {"trust_env": True, **own}
+    if protocol in ("http", "https") and isinstance(own, Mapping):
+        # Only with a proxy: aiohttp then refuses a token for a host that is in ~/.netrc too.
+        trust = {"trust_env": True} if getproxies() else {}
+        options["client_kwargs"] = {**_WEB, **trust, **own}
     # The key has the process id: a forked process must not share connections.
     known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)))
     with _lock:
@@ -149,6 +153,27 @@ def _made(url: str, protocol: str, options: Mapping[str, Any], client: ModuleTyp
     )
 
 
+async def _require_range(answer: Any) -> None:
+    """Raise :class:`StorageError` if a web server sends other bytes than the range that it was
+    asked for, before they are read (RFC 9110, "206 Partial Content"). A small file may come whole
+    if its beginning was asked for."""
+    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", answer.request_info.headers.get("Range", ""))
+    if asked is None or answer.status not in (200, 206):
+        return
+    first, last = map(int, asked.groups())
+    sent = re.match(r"bytes (\d+)-(\d+)/", answer.headers.get("Content-Range", ""))
+    start = int(sent[1]) if sent else first if answer.status == 206 else 0
+    end = int(sent[2]) if sent else start + (answer.content_length or 1) - 1
+    if start != first or end > last + (0 if sent else WHOLE_BYTES):
+        url = str((*answer.history, answer)[0].request_info.url.with_query(None))
+        text = "the server sends whole files, or other bytes than the range that it is asked for"
+        raise StorageError(f"{url}: {text}; download the files, or use another server", url=url)
+
+
+_WEB = {"raise_for_status": _require_range, "headers": {"Accept-Encoding": "identity"}}
+"""Arguments of aiohttp's session. Ranges of compressed files would be of no use."""
+
+
 def _bucket_and_key(split: Callable[[str], tuple[str, ...]], path: str) -> tuple[str, str, None]:
     """Return the bucket and the key of a path, as TensorStore and listings have them: s3fs would
     take "?versionId=" for the end of a key."""
@@ -190,7 +215,7 @@ class RemoteStore:
         deadline.
 
         Raises:
-            StorageError: the store refused, did not answer, or does not read ranges.
+            StorageError: the store refused, did not answer, or does not send the range.
         """
         part: dict[str, Any] = {} if (start, stop) == (0, None) else {"start": start, "end": stop}
         try:
@@ -203,10 +228,6 @@ class RemoteStore:
             if code_of(error) in ("InvalidRange", "416"):
                 return b""
             raise
-        if start and stop is not None and len(data) > stop - start:
-            url = f"{self.url}/{name}"
-            text = "the server sends whole files, not ranges; download them, or use another"
-            raise StorageError(f"{url}: {text}", url=url)
         return data[:stop] if start == 0 else data
 
     def driver_settings(self) -> s3.S3Settings | gcs.GcsSettings:
@@ -465,14 +486,15 @@ class RemoteStore:
     def call(self, method: str, *args: Any, size: int = 0, **kwargs: Any) -> Any:
         """Call a method of the file system that transfers ``size`` bytes. Asynchronous file systems
         have a deadline. A web server that is overloaded is asked again, after the time that it
-        gives; the clients of other stores do this themselves."""
+        gives, and so is one that cut its answer; the clients of other stores do this themselves."""
         for tried in range(1, WEB_TRIES):
             try:
                 return self._call(method, *args, size=size, **kwargs)
             except Exception as error:
-                if (answer := overload_of(error)) is None:
+                answer = overload_of(error)
+                if answer is None and not (self.url.startswith("http") and was_cut(error)):
                     raise
-                asked = (answer.headers or {}).get("Retry-After", "")
+                asked = (getattr(answer, "headers", None) or {}).get("Retry-After", "")
             seconds = float(asked) if asked.isdecimal() else 2**tried * random.uniform(0.2, 0.4)
             time.sleep(min(seconds, MOST_WAIT_S))
         return self._call(method, *args, size=size, **kwargs)
