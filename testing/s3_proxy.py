@@ -30,6 +30,9 @@ class Fault(Enum):
     """What is done to a request that a rule picks."""
 
     SLOW_DOWN = "503 SlowDown; the server sees nothing"
+    TOO_MANY = (
+        "429 TooManyRequests, as of Oracle's and Cloudflare's stores; the server sees nothing"
+    )
     ABSENT = "404 NoSuchKey; the server sees nothing"
     DENIED = "403 AccessDenied; the server sees nothing"
     MOVED = "301 PermanentRedirect, as of another region; the server sees nothing"
@@ -54,6 +57,7 @@ class Fault(Enum):
 
 _MESSAGES = {
     Fault.SLOW_DOWN: "Please reduce your request rate.",
+    Fault.TOO_MANY: "Too many requests.",
     Fault.ABSENT: "The specified key does not exist.",
     Fault.DENIED: "Access Denied",
     Fault.MOVED: "The bucket you are attempting to access must be addressed using its endpoint.",

@@ -261,7 +261,8 @@ def test_a_record_that_cannot_be_removed_is_no_failure(
 
 
 def test_lost_answers_and_busy_stores_do_not_hinder(s3_server: S3Server) -> None:
-    faults = itertools.cycle([Fault.DROP_ANSWER, Fault.RESET_BEFORE, Fault.SLOW_DOWN])
+    busy = Fault.SLOW_DOWN, Fault.TOO_MANY
+    faults = itertools.cycle([Fault.DROP_ANSWER, Fault.RESET_BEFORE, *busy])
     place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
     with FaultProxy(s3_server.endpoint_url) as proxy:
         options = s3_server.at(proxy.endpoint_url).storage_options

@@ -88,7 +88,7 @@ class Run:
         # Retries enough for one fault.
         config = {
             "s3": {"addressing_style": "path"},
-            "retries": {"mode": "standard", "total_max_attempts": 2},
+            "retries": {"total_max_attempts": 2},
         }
         return cls(
             server,

@@ -40,6 +40,7 @@ def assert_version_1(loaded: dict[str, Any]) -> None:
 
 ONCE = [
     Fault.SLOW_DOWN,
+    Fault.TOO_MANY,
     Fault.RESET_BEFORE,
     Fault.DROP_ANSWER,
     Fault.RESET_IN_ANSWER,

@@ -29,6 +29,7 @@ PHASES: dict[str, dict[str, Any]] = {
 }
 ONCE = [
     Fault.SLOW_DOWN,
+    Fault.TOO_MANY,
     Fault.RESET_BEFORE,
     Fault.RESET_IN_REQUEST,
     Fault.DROP_ANSWER,

@@ -146,6 +146,7 @@ REGION = (
     'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
 )
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
+_THROTTLED = ("SlowDown", "TooManyRequests", "429")
 _REMEDIES = {
     "NoSuchBucket": _NO_BUCKET,
     "404": f"the endpoint is of another server, or {_NO_BUCKET}",
@@ -166,8 +167,9 @@ _REMEDIES = {
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     **dict.fromkeys(("502", "503", "504"), "the store is overloaded, or down: try again later"),
-    "429": "the store is overloaded: try again later, or with fewer ranks at a time",
-    "SlowDown": "the store is overloaded: save less often, or with fewer requests at a time",
+    **dict.fromkeys(
+        _THROTTLED, "the store is overloaded: save less often, or with fewer requests at a time"
+    ),
     "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
     "413": "a proxy before the store refuses so large requests: raise its limit "
     "(client_max_body_size of nginx), or save smaller chunks",
@@ -218,7 +220,7 @@ def remedy(code: str | None, doing: str = "", url: str = "") -> str:
     """
     if _kind_of(url) == "gs" and code in ("401", "403"):
         return _DENIED_BY_GOOGLE
-    if code == "SlowDown" and doing in _READING:
+    if code in _THROTTLED and doing in _READING:
         return "the store is overloaded: try again later, or with fewer ranks at a time"
     return _REMEDIES.get(code or "", "see the store's error message")
 
@@ -327,10 +329,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def is_refusal(failure: BaseException) -> bool:
     """Return whether the store certainly does not carry out a failed request, now or later.
 
-    True if the store refused the only try (HTTP 4xx), if the last try ended with ``SlowDown``, or
-    if the operating system refused. False if the outcome is unknown: no answer, an answer of a
-    server in between (HTTP 5xx), or a refusal of a repeated request whose first try may still be
-    pending in the store.
+    True if the store refused the only try (HTTP 4xx), if it was too busy for the last try, or if
+    the operating system refused. False if the outcome is unknown: no answer, an answer of a server
+    in between (HTTP 5xx), or a refusal of a repeated request whose first try may still be pending
+    in the store.
 
     Args:
         failure: the error of the store's library, or the :class:`StorageError` that it caused.
@@ -338,7 +340,7 @@ def is_refusal(failure: BaseException) -> bool:
     if answer := _answer(failure):
         about = answer.get("ResponseMetadata") or {}
         is_last = _is_4xx(about.get("HTTPStatusCode")) and not about.get("RetryAttempts")
-        return is_last or code_of(failure) == "SlowDown"
+        return is_last or code_of(failure) in _THROTTLED
     for last in _causes(failure):
         # adlfs; gcsfs
         if _is_4xx(getattr(last, "status_code", None)) or _is_4xx(getattr(last, "code", None)):

@@ -175,7 +175,8 @@ def config_options(**given: Any) -> dict[str, Any]:
     # Newer clients send trailing checksums by default, which stores other than AWS refuse.
     checksums = ("request_checksum_calculation", "response_checksum_validation")
     needed = {name: "when_required" for name in checksums if name in Config.OPTION_DEFAULTS}
-    return {**LIMITS, "retries": {"mode": "standard", "total_max_attempts": 4}, **needed, **given}
+    # The mode "standard" does not repeat what the stores of Oracle and Cloudflare answer with 429.
+    return {**LIMITS, "retries": {"mode": "legacy", "total_max_attempts": 4}, **needed, **given}
 
 
 def secrets(options: Mapping[str, Any]) -> list[str]:

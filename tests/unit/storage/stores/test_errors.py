@@ -42,6 +42,7 @@ def with_status(status: int) -> Exception:
         (answered(500), False),
         (answered(503), False),
         (answered(503, retries=1, code="SlowDown"), True),
+        (answered(429, retries=3, code="TooManyRequests"), True),
         (answered(504), False),
         (with_status(403), True),
         (with_status(503), False),
