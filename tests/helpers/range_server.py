@@ -34,7 +34,7 @@ class RangeServer:
         shifts_ranges: ranges are sent from the beginning of the file.
         cuts: how many answers of each request end in their middle, before a whole one.
         busy: status of the refusals, and how many there are of each request before an answer.
-        retry_after: header of the refusals.
+        refusal: headers of the refusals.
         requests: method, path and range of each request.
         authorizations: the header of each request.
     """
@@ -50,7 +50,7 @@ class RangeServer:
     shifts_ranges: bool = False
     cuts: int = 0
     busy: tuple[int, int] = (0, 0)
-    retry_after: str = ""
+    refusal: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class _Handler(Quiet):
         self.cut = bool(asked) and about.requests.count(about.requests[-1]) <= about.cuts
         status, times = about.busy
         if about.requests.count(about.requests[-1]) <= times:
-            self.end(status, {"Retry-After": about.retry_after} if about.retry_after else {})
+            self.end(status, about.refusal)
             return
         if found := re.fullmatch(r"/org/tiny/resolve/([^/]+)/(.+)", parts.path):
             self._of_hub(*map(unquote, found.groups()))

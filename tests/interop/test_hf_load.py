@@ -184,7 +184,7 @@ def test_a_smaller_model_was_saved_over_a_larger_one(model: Path, tmp_path: Path
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_a_server_that_is_overloaded_is_asked_again(web: RangeServer, status: int) -> None:
-    web.busy, web.retry_after = (status, 2), "0"
+    web.busy, web.refusal = (status, 2), {"Retry-After": "0"}
     require_loads(f"{web.url}/model")
     assert max(Counter(web.requests).values()) == 3
 
@@ -193,9 +193,14 @@ def test_the_time_that_an_overloaded_server_asks_for_is_waited(
     web: RangeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, found = f"{web.url}/model/model-00001-of-00002.safetensors", {"norm.3": torch.zeros(64)}
-    for asked, most, least in (("1", 9, 3), ("10000", 0.5, 1.5), ("soon", 0.5, 0)):
+    for asked, most, least in (
+        ({"Retry-After": "1"}, 9, 3),
+        ({"Retry-After": "10000"}, 0.5, 1.5),
+        ({"Retry-After": "soon"}, 0.5, 0),
+        ({"RateLimit": '"resolvers";r=0;t=1'}, 9, 3),  # of the Hub
+    ):
         web.requests.clear()
-        web.busy, web.retry_after = (503, 1), asked
+        web.busy, web.refusal = (503, 1), asked
         monkeypatch.setattr(remote, "MOST_WAIT_S", most)
         started = time.monotonic()
         hf.load(found, url)
@@ -204,7 +209,7 @@ def test_the_time_that_an_overloaded_server_asks_for_is_waited(
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_server_that_stays_overloaded_is_named_so(web: RangeServer, status: int) -> None:
-    web.busy, web.retry_after = (status, 10**6), "0"
+    web.busy, web.refusal = (status, 10**6), {"Retry-After": "0"}
     for read in (
         lambda: hf.load(state(), f"{web.url}/model"),
         lambda: Location.of(f"{web.url}/model").stamp("model.safetensors"),  # HEAD, then GET

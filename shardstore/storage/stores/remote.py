@@ -7,6 +7,7 @@ that does not answer blocks a rank for a limited time only.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -42,6 +43,8 @@ from shardstore.storage.stores.errors import (
 )
 from shardstore.storage.stores.object_io import LARGE_BYTES, UNKNOWN_BYTES, ObjectIO, Parts
 
+logger = logging.getLogger(__name__)
+
 FIRST_DEADLINE_S = 20.0
 """Deadline of a request to a store that has not yet answered this process. It is short, to detect
 a dead endpoint soon."""
@@ -56,10 +59,13 @@ DELETE_REQUESTS = 8
 """Concurrent deletions."""
 DELETE_TRIES = 4
 WEB_TRIES = 5
-MOST_WAIT_S = 30.0
-"""Largest time before another request to a web server that is overloaded."""
+MOST_WAIT_S = 300.0
+"""Largest time before another request to a web server that is overloaded. The Hugging Face Hub
+counts requests for so long (Hub documentation, "Rate limits")."""
 WHOLE_BYTES = 64 * 2**20
 """What a web server that sends whole files may send beyond the range that it is asked for."""
+TOLD_WAIT_S = 10.0
+"""Longer waits are logged."""
 _WORTH_ANOTHER_TRY = ("InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout")
 
 _THERE_ALREADY = ("PreconditionFailed", "ConditionalRequestConflict", "412")
@@ -494,9 +500,12 @@ class RemoteStore:
                 answer = overload_of(error)
                 if answer is None and not (self.url.startswith("http") and was_cut(error)):
                     raise
-                asked = (getattr(answer, "headers", None) or {}).get("Retry-After", "")
-            seconds = float(asked) if asked.isdecimal() else 2**tried * random.uniform(0.2, 0.4)
-            time.sleep(min(seconds, MOST_WAIT_S))
+                headers = getattr(answer, "headers", None) or {}
+            said = headers.get("Retry-After") or re.sub(".*t=", "", headers.get("RateLimit", ""))
+            seconds = float(said) if said.isdecimal() else 2**tried * random.uniform(0.2, 0.4)
+            if (seconds := min(seconds, MOST_WAIT_S)) > TOLD_WAIT_S:
+                logger.warning("%s: the server asks to wait for %.0f s", self.url, seconds)
+            time.sleep(seconds)
         return self._call(method, *args, size=size, **kwargs)
 
     def _call(self, method: str, *args: Any, size: int, **kwargs: Any) -> Any:
