@@ -142,11 +142,22 @@ def test_credentials_that_the_server_refuses_are_named(monkeypatch: pytest.Monke
 
 def test_an_absent_bucket_is_named(gcs_server: GcsServer) -> None:
     place = Location.of("gs://no-such-bucket/run/x", gcs_server.storage_options)
-    with pytest.raises(StorageError, match="check the endpoint and the URL"):
+    with pytest.raises(StorageError, match="the bucket does not exist"):
         shardstore.save(small_state(), place.place)
     assert isinstance(place, ObjectPrefix)
     with pytest.raises(StorageError, match="the bucket does not exist"):
         place.io().put("x", [b"1"], create=True)
+    with pytest.raises(StorageError, match="the bucket does not exist"):
+        shardstore.latest(place.place)
+
+
+def test_a_bucket_that_may_not_be_listed_is_told_so(
+    gcs_server: GcsServer, proxy: FaultProxy
+) -> None:
+    place = place_at(gcs_server, endpoint_url=proxy.endpoint_url)
+    proxy.add(Fault.DENIED, methods=("GET",), path=r"/o\?", count=None)
+    with pytest.raises(StorageError, match=r"listing.*403.*GOOGLE_APPLICATION_CREDENTIALS"):
+        shardstore.latest(place.place)
 
 
 def test_an_endpoint_where_nobody_listens(

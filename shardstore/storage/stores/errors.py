@@ -192,6 +192,8 @@ _DENIED_ELSEWHERE = (
 )
 
 
+_OF_GCSFS = re.compile(r"(Forbidden: )|b/[^/]+/o$")
+"""Errors that have no class in gcsfs: HTTP 403, and the listing of an absent bucket."""
 _OVERLOADED = (429, 502, 503, 504)
 _CUTS = ("ClientPayloadError", "ServerDisconnectedError", "ClientOSError")
 _READING = ("reading", "looking for", "listing")
@@ -294,8 +296,8 @@ def code_of(error: BaseException | None) -> str | None:
     for one in _causes(error):
         if type(one).__module__ == "gcsfs.retry":
             code = code or getattr(one, "code", None)
-        elif isinstance(one, OSError) and str(one).startswith("Forbidden: http"):
-            code = code or 403  # gcsfs has no class for it
+        elif isinstance(one, OSError) and (found := _OF_GCSFS.match(str(one))):
+            code = code or (403 if found[1] else 404)
     if code is None and (answer := overload_of(error)):
         code = answer.status
     return None if code is None else str(code)
