@@ -162,8 +162,9 @@ class WeightFiles:
         self.left_out: list[str] = []
         with ThreadPoolExecutor(HEADER_REQUESTS, thread_name_prefix="shardstore-io") as readers:
             headers = list(readers.map(partial(_header_of, folder), names))
-        for name, (size, text) in zip(names, headers, strict=True):
-            self._add(name, size, text, weight_map)
+        self._stamps = {name: stamp for name, (stamp, _) in zip(names, headers, strict=True)}
+        for name, (stamp, text) in zip(names, headers, strict=True):
+            self._add(name, stamp[0], text, weight_map)
 
     def _add(self, name: str, size: int, text: bytes, weight_map: Mapping[str, str] | None) -> None:
         """Add the tensors and the metadata of a file of ``size`` bytes with a header ``text``."""
@@ -269,20 +270,36 @@ class WeightFiles:
         except (FileNotFoundError, EOFError) as error:
             raise self._changed(error) from error
 
-    def _changed(self, error: Exception) -> errors.DamagedCheckpointError:
+    def require_unchanged(self) -> None:
+        """Raise :class:`DamagedCheckpointError` if a file was replaced after its header was read.
+        Web servers are not asked, because their tags may differ between servers of one name."""
+        if not _has_listing(self.location):
+            return
+        with ThreadPoolExecutor(HEADER_REQUESTS, thread_name_prefix="shardstore-io") as readers:
+            found = readers.map(self.location.stamp, self._stamps)
+            for (name, stamp), now in zip(self._stamps.items(), found, strict=True):
+                if _lasting(now) != _lasting(stamp):
+                    raise self._changed(f"{name} was replaced")
+
+    def _changed(self, error: object) -> errors.DamagedCheckpointError:
         text = f"{self.location.url} changed while it was read: {error}; load it again"
         return errors.DamagedCheckpointError(text, url=self.location.url)
 
 
-def _header_of(folder: Location, name: str) -> tuple[int, bytes]:
-    """Return the size of a file, and its header.
+def _lasting(stamp: tuple[int, object] | None) -> object:
+    """Return the part of a stamp that a mount of a bucket keeps: without numbers of inodes."""
+    return stamp and (stamp[0], stamp[1][-1] if isinstance(stamp[1], tuple) else stamp[1])
+
+
+def _header_of(folder: Location, name: str) -> tuple[tuple[int, object], bytes]:
+    """Return the stamp of a file, see :meth:`Location.stamp`, and its header.
 
     Raises:
         FileNotFoundError: there is no such file.
         DamagedCheckpointError: the header is longer than the file, or than the library reads.
     """
+    size, _ = stamp = folder.stamp(name) or (0, None)
     start = read_bytes(folder, name, 0, START_BYTES)
-    size, _ = folder.stamp(name) or (0, None)
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         path = f"{folder.url}/{name}"
@@ -291,7 +308,7 @@ def _header_of(folder: Location, name: str) -> tuple[int, bytes]:
             raise errors.DamagedCheckpointError(text, url=path)
         raise damaged(path, f"a header of {length} bytes in a file of {size}")
     more = read_bytes(folder, name, len(start), 8 + length) if len(start) < 8 + length else b""
-    return size, (start + more)[8 : 8 + length]
+    return stamp, (start + more)[8 : 8 + length]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

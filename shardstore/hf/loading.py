@@ -205,7 +205,7 @@ class _Call(LoadRequest):
             meeting.report = self._scattered(planned.reads, asked.location)
         hosts: sharing.Hosts = meeting.answer
         blocks = sharing.plan_shared(hosts.of(self.ranks.rank), files.arrays, files.places)
-        with meet():
+        with meet(lambda _: files.require_unchanged()):
             read = self._read(match, planned, files, group, blocks, meter)
         shaped = cast(mapping.StateDict, dict_utils.shaped_like(self.sharded_state_dict, read))
         return shaped, planned.missing, match.unexpected

@@ -34,6 +34,8 @@ from shardstore.mapping import (
 from shardstore.storage.movers import files as chunk_files
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores import folder
+from shardstore.storage.stores.location import Location
+from testing.s3_servers import S3Server
 
 W, B = torch.arange(24.0).reshape(4, 6), torch.arange(3).to(torch.bfloat16)
 
@@ -660,6 +662,26 @@ def test_a_file_cut_during_the_load_is_an_error(
     monkeypatch.setattr(hf.loading.WeightFiles, "open", then_cut)
     with pytest.raises(CheckpointingException, match=r"changed while.*model-1\.safetensors ends"):
         hf.load(zeros(), place)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "S3"])
+def test_a_file_replaced_during_the_load_is_an_error(
+    place: Path, s3_server: S3Server, kind: str
+) -> None:
+    """Its weights could be those of two models, as where a trainer exports to the same place."""
+    model = Location.of(place)
+    if kind == "S3":
+        bucket = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+        for name in model.listing():
+            bucket.write(name, model.read(name))
+        model = bucket
+
+    def names(key: str) -> str:
+        model.write("model-1.safetensors", model.read("model-1.safetensors")[:-1] + b"?")
+        return key
+
+    with pytest.raises(DamagedCheckpointError, match=r"changed while.*model-1\.safetensors was"):
+        hf.load(zeros(), model.place, names=names)
 
 
 def test_another_name_of_the_package_is_an_error() -> None:
