@@ -27,7 +27,7 @@ from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
 from shardstore.hf.files import by_alignment, is_file_name
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
-from shardstore.storage.commit.identity import TORCH_NAMES, instead, is_ours, what_else
+from shardstore.storage.commit.identity import TORCH_NAMES, has_dcp_metadata, instead, what_else
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.names import DCP_METADATA_NAME
@@ -301,7 +301,9 @@ def detect(place: Location) -> str:
     config = maybe_load_config(place.place)
     if config is not None and config.sharded_backend == "torch_dist":
         return "torch_dist"
-    if "zarr.json" in names and is_ours(place):
+    if DCP_METADATA_NAME in names and has_dcp_metadata(place):  # it wrote last
+        return "dcp"
+    if "zarr.json" in names:
         return "shardstore" if config is not None or what_else(place) is None else "zarr"
     if config is not None:
         return "megatron-zarr"

@@ -36,6 +36,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import shardstore
+from shardstore.convert import convert
 from shardstore.dcp import StorageReader, StorageWriter, install
 from shardstore.errors import ArgumentError, CheckpointExistsError, CheckpointingException
 from shardstore.storage.commit.identity import is_ours
@@ -184,6 +185,9 @@ def test_what_was_written_last_is_read(tmp_path: Path) -> None:
         dcp.save(state(value + 1), storage_writer=FileSystemWriter(place), no_dist=True)
         assert same(loaded_by(FileSystemReader(place)), state(value + 1))
         assert same(loaded(place), state(value + 1))
+        done = convert(place, tmp_path / "converted", overwrite=True)
+        assert done.source_format == "dcp"
+        assert same(loaded(tmp_path / "converted"), state(value + 1))
 
 
 @pytest.mark.usefixtures("installed")
