@@ -7,7 +7,8 @@ Log records go to children of the logger ``shardstore``. A record of an operatio
 ``event``, one of :data:`EVENTS`, and the fields of the event as further attributes, so that a
 handler can chart them without parsing text. The level is INFO; it is WARNING for ``damaged``,
 ``later_steps``, ``same_content``, and for a ``delete`` by ``restore(discard_later=)``. Only the
-coordinator logs them. An operation that fails raises an error and logs no event for its end.
+coordinator logs them; every rank logs ``damaged``. An operation that fails raises an error and logs
+no event for its end.
 """
 
 from __future__ import annotations

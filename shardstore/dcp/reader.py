@@ -17,6 +17,7 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from shardstore.errors import CheckpointingException, KeyNameError, NotACheckpoi
 from shardstore.loading.plan import assemble, plan_reads, require_cast, require_writable
 from shardstore.loading.read import LoadContext, read_chunks
 from shardstore.mapping import ShardedObject, ShardedTensor
+from shardstore.progress import log_event
 from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint, settled
 from shardstore.storage.commit.attempt import Attempt
@@ -103,14 +105,16 @@ class Current(threading.local):
     Attributes:
         location: the place that DCP named.
         begun: the attempt of a save, on the coordinator.
-        started: time when a save started.
+        started: time when the save or load started.
         rank: position of this rank's plan in a save.
+        world_size: number of ranks of a load, on the coordinator.
     """
 
     location: Location | None = None
     begun: OwnedAttempt | None = None
     started = 0.0
     rank = 0
+    world_size = 0
 
 
 class Placed:
@@ -224,6 +228,7 @@ class StorageReader(Placed, DcpStorageReader):
             KeyNameError: values at two paths have the same flat key.
             UnsafeObjectError: a pickled class of the common values is not allowed.
         """
+        self._current.started = perf_counter()
         stored = StoredCheckpoint(settled(self._place), threads=self._threads)
         stored.require()
         paths = self._find_values(stored)
@@ -310,6 +315,7 @@ class StorageReader(Placed, DcpStorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans, each with the keys of all if they are compared. The coordinator calls
         it."""
+        self._current.world_size = len(plans)
         if not validation.StrictHandling.requires_global_app_metadata(self._strict):
             return plans
         asked = set().union(*(plan.storage_data for plan in plans))
@@ -376,6 +382,11 @@ class StorageReader(Placed, DcpStorageReader):
         assemble(reads, cast(Any, wanted), url)
         for item, target in targets:
             planner.commit_tensor(item, target)
+        if world := self._current.world_size:
+            seconds = perf_counter() - self._current.started
+            told = {"url": url, "seconds": seconds, "bytes": sum(t.nbytes for _, t in targets)}
+            text = f"{url}: loaded, {told['bytes']} bytes on the coordinator in {seconds:.3f} s"
+            log_event(logger, "load", text, **told, world_size=world)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -31,6 +31,7 @@ from shardstore.dcp.reader import OwnedAttempt, Placed
 from shardstore.distributed.groups import group_size
 from shardstore.errors import AccessPatternError, CheckpointingException
 from shardstore.mapping import ShardedObject, ShardedTensor, local_box
+from shardstore.progress import log_event
 from shardstore.saving import plan as planning
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.folder import disk_of
@@ -405,11 +406,15 @@ class StorageWriter(Placed, DcpStorageWriter):
                 world_size=len(reports),
                 seconds=perf_counter() - self._current.started,
             )
-            publish(begun.attempt, self.options, manifests, about)
+            made = publish(begun.attempt, self.options, manifests, about)
             begun.abandon.detach()
         finally:
             # Give up a failed attempt now, because the next save to this place would wait for it.
             self._give_up()
+        url, size, seconds = self.checkpoint_id, made["stored_bytes"], made["seconds"]
+        text = f"{url}: committed, {size} bytes in {seconds:.3f} s"
+        told = {"url": url, "bytes": size, "seconds": seconds, "chunks": made["chunks"]}
+        log_event(logger, "commit", text, **told, world_size=made["world_size"])
         if self._marker:
             # After the commit, because programs take a folder with it for a complete checkpoint.
             self._place.replace(DCP_METADATA_NAME, MARKER)

@@ -427,7 +427,8 @@ class Export(BlockWriter):
         if self.ranks.is_coordinator:
             url, size, seconds = self.target.url, about["bytes"], perf_counter() - self.started
             text = f"{url}: exported {about['tensors']} tensors, {size} bytes in {seconds:.3f} s"
-            log_event(logger, "commit", text, url=url, bytes=size, seconds=seconds)
+            told = {"chunks": len(self.plan.blocks), "world_size": self.ranks.world_size}
+            log_event(logger, "commit", text, url=url, bytes=size, seconds=seconds, **told)
 
     def abandon(self) -> None:
         """Remove what was written, on the coordinator."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import os
 import pkgutil
 import re
@@ -12,9 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import shardstore.errors
 import shardstore.progress
+from shardstore.dcp import StorageReader, StorageWriter
 from testing.s3_servers import S3Server
 from tests.helpers.processes import run_to_end
 from tests.helpers.programs import run_page
@@ -61,6 +65,36 @@ def test_every_error_is_listed() -> None:
 def test_every_event_is_listed() -> None:
     rows = re.findall(r"^\| `(\w+)` \| \w.*\|$", EVENTS, re.MULTILINE)
     assert rows == list(shardstore.progress.EVENTS)
+
+
+def test_every_way_to_save_and_load_logs_the_fields_of_the_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\|([^|]*)\|$", EVENTS, re.MULTILINE)
+    fields = {event: re.findall(r"`(\w+)`", cell) for event, cell in rows}
+    caplog.set_level(logging.INFO, "shardstore")
+    state = {"w": torch.ones(4)}
+    given, own = shardstore.shard(state), ("torch_dist", 1)
+    a, b, c, d, e = (str(tmp_path / name) for name in "abcde")
+    for event, call in [
+        ("commit", lambda: shardstore.save(given, a)),
+        ("load", lambda: shardstore.load(given, a)),
+        ("commit", lambda: shardstore.async_save(given, b).result(60)),
+        ("load", lambda: shardstore.load_plain_tensors(b)),
+        ("commit", lambda: dcp.save(state, storage_writer=StorageWriter(c), no_dist=True)),
+        ("load", lambda: dcp.load(state, storage_reader=StorageReader(c), no_dist=True)),
+        ("commit", lambda: shardstore.save(given, d, own)),
+        ("load", lambda: shardstore.load(given, d)),
+        ("commit", lambda: shardstore.hf.save(state, e)),
+        ("load", lambda: shardstore.hf.load(state, e)),
+    ]:
+        caplog.clear()
+        call()  # type: ignore[no-untyped-call]
+        (record,) = (record for record in caplog.records if hasattr(record, "event"))
+        assert record.event == event
+        assert not set(fields[event]) - vars(record).keys()
+        assert record.world_size == 1
+        assert event == "commit" or record.bytes == 16
 
 
 def test_the_readme_is_short() -> None:

@@ -173,7 +173,7 @@ def publish(
     options: SaveOptions,
     reports: Sequence[bytes | RankManifest],
     about: RootContent,
-) -> None:
+) -> dict[str, Any]:
     """Check that every chunk was written exactly once, and commit. One process calls it.
 
     Args:
@@ -182,11 +182,14 @@ def publish(
         reports: the reports of all writers, see :func:`merge`.
         about: further content of the root document.
 
+    Returns:
+        The commit record, see :func:`commit`.
+
     Raises:
         AccessPatternError: chunks are missing or were written twice; nothing is committed.
         CheckpointExistsError, StorageError: see :meth:`Attempt.commit`.
     """
-    commit(attempt, options, merge_reports(attempt, reports, options), about)
+    return commit(attempt, options, merge_reports(attempt, reports, options), about)
 
 
 def merge_reports(
