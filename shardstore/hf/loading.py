@@ -26,6 +26,7 @@ from shardstore.hf.files import Names, WeightFiles, names_of
 from shardstore.hf.rules import SCALE_SUFFIXES, Rule, Scaled, Sources, SourceTensor
 from shardstore.hf.urls import locate, shown_url
 from shardstore.loading.plan import (
+    LEAVES_OUT,
     HostRead,
     ReadPlan,
     assemble,
@@ -270,8 +271,7 @@ class _Call(LoadRequest):
         unexpected = set(lost) - tied - set(found)
         if unexpected and not StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
             name = next(name for key, name in lost.items() if key in unexpected)
-            more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
-            raise missing_key(name, sources.arrays, sources.url, more)
+            raise missing_key(name, sources.arrays, sources.url, LEAVES_OUT)
         if unexpected:
             request = split(keys={*found, *tied})
         return _Match(request, found, tied, unexpected)

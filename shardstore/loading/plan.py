@@ -192,14 +192,17 @@ def _addresses(data: torch.Tensor) -> NDArray[Any]:
     return np.asarray(SimpleNamespace(__array_interface__=about))
 
 
+LEAVES_OUT = " strict='log_unexpected' leaves such keys out and logs them"
+"""Remedy for a missing key, for :func:`missing_key`."""
+
+
 def _find_array(
     arrays: Mapping[str, ArrayMeta], tensor: ShardedTensor, url: str, cast: bool | Literal["warn"]
 ) -> ArrayMeta:
     """Return the stored array of a tensor; raise an error if it does not match."""
     meta = arrays.get(tensor.key)
     if meta is None:
-        more = " A `strict` mode other than assume_ok_unexpected leaves such keys out"
-        raise missing_key(tensor.key, arrays, url, more)
+        raise missing_key(tensor.key, arrays, url, LEAVES_OUT)
     if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
         require_cast(tensor.key, dtypes.torch_dtype(meta.dtype), tensor.dtype, url, cast)
     stored = meta.grid.shape

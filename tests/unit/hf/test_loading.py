@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import shardstore
 from shardstore import hf
 from shardstore.convert import convert
 from shardstore.errors import (
@@ -205,6 +207,20 @@ def test_modes(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "['i']" in caplog.text
     with pytest.raises(ArgumentError, match="strict"):
         hf.load(state, place, strict="all")
+
+
+@pytest.mark.parametrize("load", [hf.load, shardstore.load])
+def test_the_mode_that_an_error_advises_leaves_the_key_out(
+    load: Callable[..., Any], place: Path, tmp_path: Path
+) -> None:
+    where, state = place, {"nowhere": torch.zeros(4)}
+    if load is shardstore.load:
+        where, state = tmp_path / "c", shardstore.shard(state)
+        shardstore.save(shardstore.shard({"w": torch.zeros(4)}), where)
+    with pytest.raises(MissingKeyError, match="nowhere") as caught:
+        load(state, where)
+    (mode,) = re.findall(r"strict='(\w+)'", str(caught.value))
+    assert load(state, where, strict=mode) == {}
 
 
 def test_objects_are_unexpected(place: Path) -> None:
