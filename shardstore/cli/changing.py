@@ -19,7 +19,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 _LOOKS = "Default: detected."
 _TARGETS = "shardstore, safetensors, dcp or megatron. Default: by the name."
 _FILES = "Size of each safetensors file. Default: 5 GB."
-_OLD = "In object stores: age of the remains."
+_OLD = "Age of remains in object stores, and of those of other hosts."
 _OTHER = "Options of TARGET's store, if it differs."
 
 
@@ -29,7 +29,7 @@ def convert(
     source_format: Annotated[str | None, opt.value("FORMAT", _LOOKS, "--from")] = None,
     target_format: Annotated[str | None, opt.value("FORMAT", _TARGETS, "--to")] = None,
     memory_budget: opt.Memory = "512MiB",
-    overwrite: Annotated[bool, opt.flag("--overwrite", "Replace a checkpoint at TARGET.")] = False,
+    overwrite: Annotated[bool, opt.flag("--overwrite", "Replace a shardstore checkpoint.")] = False,
     resume: Annotated[bool, opt.flag("--resume/--no-resume", "Continue after a crash.")] = True,
     check: Annotated[bool, opt.flag("--verify/--no-verify", "Compare both at the end.")] = True,
     file_bytes: Annotated[str | None, opt.value("SIZE", _FILES)] = None,

@@ -59,7 +59,7 @@ def plot(
     as_json: opt.Json = False,
     storage_option: opt.Options = None,
 ) -> None:
-    """Draw an SVG: chunks and ranks of an array, a histogram of its values, or sizes by module."""
+    """Draw KIND.svg: chunks and ranks of an array, a histogram of values, or sizes by module."""
     from shardstore.inspection.values import measure
 
     ckpt = opt.open_checkpoint(checkpoint, storage_option)

@@ -103,7 +103,8 @@ def sweep(
     Args:
         root: folder or URL.
         dry_run: only list the remains.
-        older_than: keep remains with a write within this time (by the store's clock).
+        older_than: keep remains with a write within this time (by the store's clock). On local
+            disks, this holds for those of other hosts.
         storage_options: options of an object store.
 
     Returns:
