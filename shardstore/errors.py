@@ -107,7 +107,7 @@ class FormatVersionError(CheckpointingException, ValueError):
 
 
 class CheckpointExistsError(CheckpointingException, FileExistsError):
-    """The target is not empty, and ``overwrite`` was not given."""
+    """The target holds a checkpoint or a model, and ``overwrite`` was not given."""
 
 
 NO_ARRAYS = "tensors that one process saves without shard() are common values"

@@ -97,7 +97,7 @@ def save(
             they build. DTensors and plain tensors need no description.
             :mod:`shardstore.saving.plain` says which rank's value is saved.
         checkpoint_dir: the target: a folder, or a URL such as ``s3://bucket/run/step-100``. Missing
-            folders are created. An existing folder must be empty, unless ``overwrite``.
+            folders are created. Other files in an existing folder stay.
         sharded_strategy: how tensors are stored: a strategy, ``(backend, version)``, or the
             default ``("zarr", 2)``.
         common_strategy: how the other values are stored; default ``("torch", 1)``. Positional

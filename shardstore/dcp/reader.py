@@ -182,7 +182,8 @@ class StorageReader(Placed, DcpStorageReader):
     Args:
         url: folder or URL of the checkpoint; ``None`` if DCP passes a ``checkpoint_id``.
         cast: allow tensors whose data type differs from the stored one, as ``load(cast=)`` does.
-        threads: number of threads that read on each rank; default: one per processor, at most 8.
+        threads: number of threads that read on each rank; default: the rank's share of the
+            processors (``LOCAL_WORLD_SIZE``), at most 8.
         storage_options: options of the store of the URL.
         strict: what to do about keys that only the state dict or only the checkpoint has, see
             :class:`~shardstore.validation.StrictHandling`; by default DCP raises an error for keys

@@ -117,7 +117,8 @@ class SaveOptions:
         validate_access_integrity: refuse the commit unless every chunk was written exactly once.
         overlap_staging: let an asynchronous save return before it has copied the state.
         target_chunk_bytes: size of chunks in bytes; larger shards are cut.
-        threads: number of threads that write on each rank; ``None``: one per processor, at most 8.
+        threads: number of threads that write on each rank; ``None``: the rank's share of the
+            processors (``LOCAL_WORLD_SIZE``), at most 8.
         budget_bytes: memory on each rank for chunks in transfer to or from an object store.
     """
 
