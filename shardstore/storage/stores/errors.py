@@ -263,7 +263,7 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
     elif isinstance(error, PermissionError):
         advice = _DENIED if _kind_of(url) == "s3" else _DENIED_ELSEWHERE
     elif isinstance(error, ImportError):
-        gcs = "gs:// needs gcsfs: pip install 'shardstore[gs]'"
+        gcs = "gs:// needs gcsfs: pip install gcsfs"
         advice = gcs if _kind_of(url) == "gs" else "install the package that this store needs"
     elif isinstance(error, FileNotFoundError):
         # The file system names a file of this machine, such as that of a web identity.
