@@ -191,7 +191,7 @@ class AsyncSave:
         self.url = session.target.url
         self._session: Running | None = session
         self._is_seen = False
-        self._thread: int | None = None  # of the save, which calls the progress callback
+        self._thread: threading.Thread | None = None  # of the save: it calls the progress callback
         self._aborts = at_exit == "abort"
         # A daemon thread, so that the exit functions run and decide whether to wait for it.
         work = partial(self._run, session, request, staged(request))
@@ -203,7 +203,7 @@ class AsyncSave:
     def _run(
         self, session: Running, request: AsyncRequest, write: Callable[[], object]
     ) -> dict[str, Any]:
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         try:
             write()
             for finalize in request.finalize_fns:
@@ -235,7 +235,7 @@ class AsyncSave:
             SaveInProgressError: the save's own progress callback calls it, and would wait for
                 itself.
         """
-        if threading.get_ident() == self._thread and not self.done():
+        if threading.current_thread() is self._thread and not self.done():
             raise SaveInProgressError(
                 f"the asynchronous save to {self.url} has not ended while its progress callback "
                 "runs: wait for it, and save or load its place, after the callback",
@@ -319,10 +319,13 @@ def _leave_latest() -> None:
 
 
 def _end_latest() -> None:
-    if _latest is not None:
-        if _latest._aborts:
-            _latest.abort()
-        _latest.wait(ABORT_WAIT_S if _latest._aborts else None)
+    if (save := _latest) is not None:
+        if save._aborts:
+            save.abort()
+        ended = save.wait(ABORT_WAIT_S if save._aborts else None)
+        # If the process group is gone, the thread frees connections, during which no process ends.
+        if ended and save._thread not in (None, threading.current_thread()):
+            save._thread.join()
 
 
 def _tell_latest() -> None:

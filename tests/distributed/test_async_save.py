@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardstore
+from shardstore import async_handle
 from shardstore.dcp import StorageReader
 from shardstore.distributed import coordinator as ranks
 from shardstore.errors import (
@@ -503,6 +504,24 @@ def test_interpreter_exit(tmp_path: Path, at_exit: str, ends: str) -> None:
         assert "aborted before its commit" in ended.stderr
         assert ended.stderr.count("Traceback") == (1 if ends == "raise" else 0)
         assert remains(place) == []
+
+
+def test_an_exiting_interpreter_waits_for_the_thread_that_frees_the_connections(
+    tmp_path: Path,
+) -> None:
+    """It does so after the save, and gloo aborts the process if the interpreter ends meanwhile."""
+    gated, freeing = Gated(), list[threading.Thread]()
+
+    def free(_: object) -> None:
+        freeing.append(threading.current_thread())
+        time.sleep(0.5)
+
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(10.0))}
+    handle = shardstore.async_save(state, tmp_path / "c", gated)
+    handle._end.add_done_callback(free)
+    gated.gate.set()
+    async_handle._end_latest()
+    assert not freeing[0].is_alive()
 
 
 def test_waiting_for_a_handle_may_time_out(tmp_path: Path) -> None:
