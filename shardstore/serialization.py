@@ -252,7 +252,7 @@ def load(
 
     Args:
         sharded_state_dict: nested dicts and lists with sharded tensors, objects, factories and
-            non-persistent objects.
+            non-persistent objects. DTensors and plain tensors need no description.
         checkpoint_dir: folder or URL of a committed checkpoint.
         sharded_strategy: how tensors are read; default: the strategy of the checkpoint's backend.
         common_strategy: how the other values are read; default: the strategy of the checkpoint's

@@ -80,7 +80,8 @@ class _VerlManager(_Verl):  # type: ignore[misc]
         if "hf_model" in {*self.checkpoint_save_contents, *self.checkpoint_load_contents}:
             raise ArgumentError(
                 "shardstore.verl has no contents 'hf_model': leave it out, and make Hugging Face "
-                "files by `shardstore convert CHECKPOINT FOLDER --to safetensors`"
+                "files by shardstore.hf.export(CHECKPOINT, FOLDER, names=...), where names gives "
+                "the keys below 'model.' without it, and all others None"
             )
 
     def save_checkpoint(

@@ -72,7 +72,7 @@ def test_contents_that_are_not_supported_are_refused(python: Path) -> None:
         "try:\n"
         "    shardstore.verl.FSDPCheckpointManager(model, checkpoint_config=config)\n"
         "except ValueError as error:\n"
-        "    assert 'shardstore convert' in str(error), error\n"
+        "    assert 'shardstore.hf.export' in str(error), error\n"
         "else:\n"
         "    raise AssertionError\n"
     )
