@@ -62,6 +62,13 @@ def test_every_error_is_listed() -> None:
         assert issubclass(getattr(shardstore.errors, name), base), name
 
 
+def test_every_public_name_is_described() -> None:
+    api = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    for module in (shardstore, shardstore.hf, shardstore.dcp):
+        for name in module.__all__:
+            assert re.search(rf"^::: {module.__name__}\.(\w+\.)*{name}$", api, re.MULTILINE), name
+
+
 def test_every_event_is_listed() -> None:
     rows = re.findall(r"^\| `(\w+)` \| \w.*\|$", EVENTS, re.MULTILINE)
     assert rows == list(shardstore.progress.EVENTS)
