@@ -325,7 +325,7 @@ def _end_latest() -> None:
         ended = save.wait(ABORT_WAIT_S if save._aborts else None)
         # If the process group is gone, the thread frees connections, during which no process ends.
         if ended and save._thread not in (None, threading.current_thread()):
-            save._thread.join()
+            save._thread.join(ABORT_WAIT_S)
 
 
 def _tell_latest() -> None:
