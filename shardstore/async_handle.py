@@ -71,8 +71,7 @@ def async_save(
     ``overlap_staging``. A thread writes the copy and commits together with the other ranks. The
     save completes even if the program does not use the handle. If the last save of a program failed
     and the program never asked its handle for the error, the program prints it and exits with 1.
-    Wait for the handle before ``destroy_process_group``, because the ranks need their connections
-    until the commit.
+    ``destroy_process_group`` may be called before the commit: the save keeps its connections.
 
     Args:
         sharded_state_dict: see :func:`shardstore.save`, also for the arguments that are not

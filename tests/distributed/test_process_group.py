@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -83,6 +84,25 @@ def test_a_process_group_that_is_made_anew_at_the_same_address(tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     run_ranks(made_anew, 2, tmp_path, port)
+
+
+def destroyed_meanwhile(rank: int, world: int, folder: Path) -> None:
+    gone = threading.Event()
+
+    def held(_: object) -> None:
+        assert threading.current_thread() is threading.main_thread() or gone.wait(60)
+
+    rows = ShardedTensor.from_rank_offsets("w", torch.full((2, 3), float(rank)), (0, rank, world))
+    handle = shardstore.async_save({"w": rows}, folder / "c", progress=held)
+    dist.destroy_process_group()
+    gone.set()
+    assert handle.result(60)["chunks"] == world
+
+
+def test_an_asynchronous_save_commits_after_the_process_group_was_destroyed(tmp_path: Path) -> None:
+    run_ranks(destroyed_meanwhile, 3, tmp_path)
+    loaded = shardstore.load_plain_tensors(tmp_path / "c")
+    assert loaded["w"][::2, 0].tolist() == [0, 1, 2]
 
 
 def launched_alone(rank: int, world: int, folder: Path) -> list[int]:
