@@ -25,12 +25,13 @@ from shardstore.convert.formats import Read, Receipts, ShardstoreTarget, ZarrSou
 from shardstore.convert.safetensors import SafetensorsSource, SafetensorsTarget, WithPlainTensors
 from shardstore.core import maybe_load_config
 from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpointError
-from shardstore.hf.files import by_alignment, is_file_name
+from shardstore.hf.files import by_alignment, has_listing, is_file_name
+from shardstore.hf.urls import locate
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
 from shardstore.storage.commit.identity import TORCH_NAMES, has_dcp_metadata, instead, what_else
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
-from shardstore.storage.format.names import DCP_METADATA_NAME
+from shardstore.storage.format.names import DCP_METADATA_NAME, MODEL_COMMITS
 from shardstore.storage.movers.chunk_bytes import as_bytes
 from shardstore.storage.movers.chunks import ChunkWrite, RegionRead
 from shardstore.storage.options import require_bool, require_number
@@ -53,6 +54,9 @@ SLAB_BYTES = 1024 * 1024
 SHOWN = 8
 _Chunk = tuple[ArrayMeta, tuple[int, ...]]
 """An array of the target, and the index of a chunk of it."""
+
+ROOTS = ("zarr.json", *MODEL_COMMITS)
+"""Files that are looked for on a web server, which lists none."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def convert(
     """Convert a checkpoint to another format. One process calls it; it needs no ranks.
 
     Args:
-        source: path or URL of a folder, a safetensors file or its index.
+        source: path or URL of a folder, a safetensors file or its index, see
+            :func:`shardstore.hf.load` for models of the Hub and of web servers.
         target: path or URL of a folder, or of a file ``NAME.safetensors``.
         source_format: one of :data:`FORMATS`; default: detected.
         target_format: one of :data:`TARGET_FORMATS`; default: safetensors for a target named
@@ -126,7 +131,7 @@ def convert(
     for name, number in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
         require_number(name, number)
     callback_of(progress, shows=False)
-    place = Location.of(source, source_options)
+    place = locate(source, source_options)
     output = Location.of(target, target_options)
     _require_apart(place, output)
     if (beside := output.parent()) is None:
@@ -295,7 +300,7 @@ def detect(place: Location) -> str:
     """
     if is_file_name(place.name) or place.is_file():
         return "safetensors"
-    names = place.listing()
+    names = place.listing() if has_listing(place) else [n for n in ROOTS if place.exists(n)]
     if not names and not place.is_dir():
         raise place.error(" does not exist", NotACheckpointError)
     config = maybe_load_config(place.place)

@@ -230,7 +230,7 @@ class WeightFiles:
         weight_map = index.weight_map
         names = list(dict.fromkeys(weight_map.values()))
         outside = [name for name in names if not _FILE_NAME.fullmatch(name)]
-        listed = folder.listing() if _has_listing(folder) else names
+        listed = folder.listing() if has_listing(folder) else names
         has_both = folder is place and SINGLE_NAME in listed and SINGLE_NAME not in names
         if has_both and not set(names).intersection(listed):
             return cls(folder, [SINGLE_NAME])  # transformers leaves the index of a larger model
@@ -273,7 +273,7 @@ class WeightFiles:
     def require_unchanged(self) -> None:
         """Raise :class:`DamagedCheckpointError` if a file was replaced after its header was read.
         Web servers are not asked, because their tags may differ between servers of one name."""
-        if not _has_listing(self.location):
+        if not has_listing(self.location):
             return
         with ThreadPoolExecutor(HEADER_REQUESTS, thread_name_prefix="shardstore-io") as readers:
             found = readers.map(self.location.stamp, self._stamps)
@@ -318,7 +318,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _has_listing(place: Location) -> bool:
+def has_listing(place: Location) -> bool:
+    """Return whether the names at a place can be listed. Web servers list none."""
     return not place.url.startswith(("http://", "https://"))
 
 
@@ -331,9 +332,9 @@ def _named(place: Location) -> tuple[Location, str]:
     if is_file_name(place.name) and not place.is_dir():
         folder = place.parent() or place
         if _RANK_NAME.match(place.name):
-            _require_all_of(folder, folder.listing() if _has_listing(folder) else [place.name])
+            _require_all_of(folder, folder.listing() if has_listing(folder) else [place.name])
         return folder, place.name
-    if not _has_listing(place):
+    if not has_listing(place):
         return place, INDEX_NAME if place.read_range(INDEX_NAME, 0, 1) else SINGLE_NAME
     names = place.listing()
     indices = [name for name in names if _INDEX_NAME.fullmatch(name)]

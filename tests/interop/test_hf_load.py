@@ -315,6 +315,13 @@ def test_a_model_of_the_hub(
     require_loads("hf://org/tiny", storage_options={"token": token} if how == "option" else None)
 
 
+def test_a_model_of_the_hub_or_a_web_server_is_converted(hub: RangeServer, tmp_path: Path) -> None:
+    convert("hf://org/tiny", tmp_path / "hub", source_options={"token": SECRET})
+    convert(f"{hub.url}/model/", tmp_path / "web")
+    for place in (tmp_path / "hub", tmp_path / "web"):
+        assert torch.equal(shardstore.load_plain_tensors(place)["w"], W)
+
+
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_the_hub_is_not_asked_offline(
     hub: RangeServer, name: str, monkeypatch: pytest.MonkeyPatch
