@@ -138,9 +138,9 @@ _DENIED_BY_GOOGLE = (
     "allowed to do in this bucket"
 )
 _DENIED_BY_WEB = (
-    "the server refuses the credentials, or demands some: those in the URL, or for hf:// a token "
-    "(HF_TOKEN, or `hf auth login`) of an account that may read the model, and that has accepted "
-    "its conditions on the Hub"
+    "the server refuses the credentials, or demands some: those in the URL (has it expired?), or "
+    "for hf:// a token (HF_TOKEN, or `hf auth login`) of an account that may read the model, and "
+    "that has accepted its conditions on the Hub"
 )
 REGION = (
     'the region does not fit the bucket: set it (AWS_REGION, or client_kwargs={"region_name": ...})'
@@ -152,7 +152,9 @@ _REMEDIES = {
     "404": f"the endpoint is of another server, or {_NO_BUCKET}",
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "Forbidden", "401", "403"), _DENIED),
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch"), _DENIED),
-    **dict.fromkeys(("InvalidToken", "ExpiredToken"), _DENIED),
+    "InvalidToken": _DENIED,
+    "ExpiredToken": "the session token has expired: get another, or use a profile or a role, whose "
+    "tokens are renewed",
     **dict.fromkeys(("AuthorizationHeaderMalformed", "PermanentRedirect", "301"), REGION),
     "IllegalLocationConstraintException": REGION,
     "InvalidRequest": "the bucket demands more of a request: if it has an object lock, give "
@@ -166,11 +168,17 @@ _REMEDIES = {
     "InvalidBucketName": "the bucket's name is not valid: correct the URL",
     "400": "the store rejects the request as invalid: check region and endpoint",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-    **dict.fromkeys(("502", "503", "504"), "the store is overloaded, or down: try again later"),
+    **dict.fromkeys(
+        ("502", "503", "504", "ServiceUnavailable"),
+        "the store is overloaded, or down: try again later",
+    ),
     **dict.fromkeys(
         _THROTTLED, "the store is overloaded: save less often, or with fewer requests at a time"
     ),
-    "QuotaExceeded": "the store's quota is used up: free space, or choose another bucket",
+    **dict.fromkeys(
+        ("QuotaExceeded", "XMinioStorageFull", "507"),
+        "the store is full, or its quota used up: free space, or choose another bucket",
+    ),
     "413": "a proxy before the store refuses so large requests: raise its limit "
     "(client_max_body_size of nginx), or save smaller chunks",
     "500": "the store failed, or the endpoint is of another server: check it, or try again later",
@@ -268,13 +276,15 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
     elif isinstance(error, FileNotFoundError):
         # The file system names a file of this machine, such as that of a web identity.
         advice = _NOT_THERE if error.filename is None else SETTINGS
+    elif isinstance(error, NotImplementedError):
+        advice = "such a store is only read: choose a folder or an object store"
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
         or any(word in name for word in ("Connect", "Timeout", "Endpoint", "HTTPClient", *_CUTS))
     ):
         advice = no_answer(url)
     else:
-        advice = "check the URL and the storage options"
+        advice = remedy(code) if code else "check the URL and the storage options"
     shown = f"{code}: {text}" if code and code not in text else text
     failure = StorageError(f"{doing} {url} failed: {shown}; {advice}", url=url)
     failure.errno = getattr(error, "errno", None)

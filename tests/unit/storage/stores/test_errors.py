@@ -112,6 +112,22 @@ def test_an_answer_without_a_message_is_told_by_its_code(said: str) -> None:
     assert "PutObject; check" in str(explained("writing", "s3://b/x", unknown))
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (answered(400, code="ExpiredToken"), "the session token has expired"),
+        (answered(507, code="XMinioStorageFull"), "free space"),
+        (answered(503, code="ServiceUnavailable"), "try again later"),
+        (answered(409, code="AccountProblem"), "see the store's error message"),
+        (NotImplementedError(), "is only read"),
+    ],
+)
+def test_the_url_is_not_blamed_for_what_the_store_says(error: Exception, advice: str) -> None:
+    text = str(explained("writing", "s3://b/x", error))
+    assert advice in text
+    assert "check the URL" not in text
+
+
 @pytest.mark.parametrize(("url", "advice"), [("gs://b/x", "gcsfs"), ("sftp://h/x", "the package")])
 def test_a_package_that_is_missing_is_the_remedy(url: str, advice: str) -> None:
     error = ImportError('SFTPFileSystem requires "paramiko" to be installed')
