@@ -93,6 +93,8 @@ class Passed:
     received_bytes: int = 0
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     """Of the request, by names in lower case."""
+    body: bytes = field(default=b"", repr=False)
+    """Of a POST."""
 
 
 @dataclass(kw_only=True)
@@ -303,6 +305,7 @@ class FaultProxy:
         if fault is not None and fault in _MESSAGES:
             return _refused(fault, passed)
         passed.sent_bytes = len(body)
+        passed.body = bytes(body) if request.method == hdrs.METH_POST else b""
         answer, content = await self._ask(*asked)
         passed.status = answer.status
         if fault is Fault.DROP_ANSWER:

@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -47,8 +48,8 @@ MOST_PARTS = 9000
 RECORD_NAME = ".shardstore-uploads.json"
 """Name of the object that records the uploads of an export to S3."""
 
-Receipt = Mapping[str, Sequence[tuple[int, str]]]
-"""Name of a file -> number and tag of each part that a rank has uploaded."""
+Receipt = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Name of a file -> number, tag and checksum of each part that a rank has uploaded."""
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ class S3Place(StorePlace):
         super().__init__(target, overwrite)
         self._bucket, _, self._prefix = target.url.partition("://")[2].partition("/")
         self._uploads: dict[str, str] = {}
-        self._parts: dict[str, list[tuple[int, str]]] = {}
+        self._parts: dict[str, list[Mapping[str, Any]]] = {}
         self._part_bytes = PART_BYTES
 
     def begin(self, layout: FileLayout) -> object:
@@ -337,10 +338,12 @@ class S3Place(StorePlace):
         settings = self._remote.driver_settings()  # botocore renews credentials
         if settings.unsupported:
             data = b"".join(parts)
-            tag = self._call("upload_part", name, {**part, "Body": data}, len(data))["ETag"]
+            answer = self._call("upload_part", name, {**part, "Body": data}, len(data))
         else:
             tag = upload_part(self._remote, cast(S3Settings, settings), name, parts, **part)
-        self._parts.setdefault(name, []).append((number, tag))
+            answer = {"ETag": tag}
+        sums = {key: text for key, text in answer.items() if key.startswith(("ETag", "Checksum"))}
+        self._parts.setdefault(name, []).append({"PartNumber": number, **sums})
 
     def finish(self) -> Receipt:
         """Return the tags of the parts."""
@@ -351,7 +354,7 @@ class S3Place(StorePlace):
     ) -> None:
         """Complete the uploads, then write the documents, the index last. A single file of weights
         comes after the documents instead."""
-        parts: dict[str, list[tuple[int, str]]] = {name: [] for name in layout.heads}
+        parts: dict[str, list[Mapping[str, Any]]] = {name: [] for name in layout.heads}
         for receipt in receipts:
             for name, some in receipt.items():
                 parts[name] += some
@@ -361,7 +364,8 @@ class S3Place(StorePlace):
             super().commit(layout, receipts, documents)
             documents = ()
         for name, some in parts.items():
-            self._complete(name, layout.sizes[name], sorted(some))
+            some.sort(key=itemgetter("PartNumber"))
+            self._complete(name, layout.sizes[name], some)
         super().commit(layout, receipts, documents)
         self._uploads.clear()
         try:
@@ -370,9 +374,8 @@ class S3Place(StorePlace):
             text = "%s: the model is committed, but its record %s could not be removed: %s"
             logger.warning(text, self._target.url, RECORD_NAME, error)
 
-    def _complete(self, name: str, size: int, parts: Sequence[tuple[int, str]]) -> None:
-        listed = [{"PartNumber": number, "ETag": tag} for number, tag in parts]
-        about = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": listed}}
+    def _complete(self, name: str, size: int, parts: Sequence[Mapping[str, Any]]) -> None:
+        about = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": parts}}
         what = f"/{name}: the store does not say that it completed the upload; export again"
         failure: OSError = self._target.error(what)
         try:

@@ -244,6 +244,19 @@ def test_an_upload_that_the_store_does_not_say_to_be_complete_is_looked_for(
     assert version_of(place) is None
 
 
+def test_an_upload_with_checksums_is_completed_with_those_of_its_parts(
+    s3_server: S3Server,
+) -> None:
+    """Amazon refuses it without them, in a bucket with an object lock too."""
+    place = f"s3://{s3_server.new_bucket()}/m"
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        options = s3_server.at(proxy.endpoint_url).storage_options
+        sums = {"s3_additional_kwargs": {"ChecksumAlgorithm": "SHA256"}}
+        export(place, 1, {**options, **sums}, several=False)
+        (completed,) = proxy.passed("POST", "uploadId")
+    assert b"<ChecksumSHA256>" in completed.body
+
+
 def test_a_record_that_cannot_be_removed_is_no_failure(
     s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
