@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
+import shardstore
 from shardstore.loading.plan import with_destinations
 from shardstore.mapping import ShardedTensor
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 
 
 def test_tensors_without_memory_are_made_on_the_device_and_others_keep_theirs() -> None:
@@ -18,3 +23,19 @@ def test_tensors_without_memory_are_made_on_the_device_and_others_keep_theirs() 
     made = with_destinations(wanted, torch.device("cpu"))
     assert made["given"] is wanted["given"]
     assert [made[name].data.device.type for name in ("none", "meta")] == ["cpu", "cpu"]
+
+
+class Whole(torch.Tensor):
+    """A subclass whose parts are copies."""
+
+    def __getitem__(self, where: Any) -> Any:
+        return super().__getitem__(where).clone()
+
+
+def test_a_subclass_is_filled_as_a_whole(tmp_path: Path) -> None:
+    rows = torch.arange(6.0).reshape(3, 2)
+    small = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=8)
+    shardstore.save(shardstore.shard({"w": rows}), tmp_path, small)
+    given = torch.zeros(3, 2, dtype=torch.float64).as_subclass(Whole)
+    shardstore.load(shardstore.shard({"w": given}), tmp_path, cast=True)
+    assert given.tolist() == rows.tolist()
