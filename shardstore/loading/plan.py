@@ -203,7 +203,7 @@ def _find_array(
     meta = arrays.get(tensor.key)
     if meta is None:
         raise missing_key(tensor.key, arrays, url, LEAVES_OUT)
-    if cast != "warn" and meta.dtype != dtypes.zarr_name(tensor.dtype):
+    if meta.dtype != dtypes.zarr_name(tensor.dtype):
         require_cast(tensor.key, dtypes.torch_dtype(meta.dtype), tensor.dtype, url, cast)
     stored = meta.grid.shape
     if stored != tensor.global_shape and not (
@@ -254,8 +254,11 @@ def require_cast(
     """
     names = [str(dtype).removeprefix("torch.") for dtype in (stored, requested)]
     remedy = "cast=True does not allow this cast, because it loses more than precision:"
-    is_kind = torch.can_cast(stored, requested) and dtypes.PACKED.isdisjoint(names)
+    exists = dtypes.PACKED.isdisjoint(names)
+    if cast == "warn" and exists:
+        return
     has_range = requested.is_floating_point or requested.is_complex
+    is_kind = exists and torch.can_cast(stored, requested)
     if is_kind and (has_range or np.can_cast(names[0], names[1])):
         if cast:
             return

@@ -183,9 +183,10 @@ def test_a_cast_that_torch_lacks_is_refused(checkpoint: Path) -> None:
             found = shardstore.load(sharded({key: torch.zeros(16, 16)}), checkpoint, cast=True)
             expected = every_byte()[key].to(torch.float32)
             torch.testing.assert_close(found[key], expected, rtol=0, atol=0, equal_nan=True)
-        else:
+            continue
+        for cast in (True, "warn"):
             with pytest.raises(DTypeMismatchError, match=key):
-                shardstore.load(state, checkpoint, cast=True)
+                shardstore.load(state, checkpoint, cast=cast)
 
 
 def test_dcp_there_and_back(tmp_path: Path) -> None:
