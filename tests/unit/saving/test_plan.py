@@ -189,6 +189,13 @@ def test_a_wrapper_of_an_allowed_class_is_refused_too(tmp_path: Path) -> None:
         shardstore.save(state, tmp_path / "c")
 
 
+@pytest.mark.parametrize("option", ["constants", "pack"])
+def test_tensors_without_elements_are_saved(tmp_path: Path, option: str) -> None:
+    for tensor in (torch.ones(0, 3), torch.ones(2)):
+        shardstore.save(sharded(tensor), tmp_path / "c", overwrite=True, **{option: True})
+        assert shardstore.load_plain_tensors(tmp_path / "c")["at.bad"].shape == tensor.shape
+
+
 @pytest.mark.parametrize("validates", [True, False])
 def test_a_shard_that_reaches_beyond_its_array_is_named(validates: bool, tmp_path: Path) -> None:
     """Padding that the global shape leaves out; no other cut would make it fit."""
