@@ -212,7 +212,7 @@ def run_load(request: LoadRequest) -> Loaded:
     except Exception as problem:  # every rank raises it
         location = LocalFolder(shown(request.checkpoint_dir))
         request.error = request.error or problem
-    if latest_save:
+    if latest_save and request.error is None:
         settled(location)
     what = f"loading {location.url}"
     with metered("load", location.url, request.callback) as meter, collector_paused():

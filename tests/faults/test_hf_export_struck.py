@@ -209,7 +209,7 @@ def test_an_export_during_which_another_one_begins_is_told(
 
     def go_on() -> None:
         for name, size in layout.sizes.items():
-            late.write(name, 0, memoryview(bytes(size)))
+            late.write(name, 0, [memoryview(bytes(size))])
         late.commit(layout, [late.finish()], ())
 
     with pytest.raises(StorageError, match=r"another export.*init_process_group"):
