@@ -349,7 +349,8 @@ def load_plain_tensors(
 
     Raises:
         MissingKeyError: a key is not in the checkpoint.
-        ArgumentError: a region has a step, or more axes than the tensor.
+        ArgumentError: a region has a step, more axes than the tensor, or a key that is not in
+            ``keys``.
         RanksError: another rank failed, or did not answer in time.
     """
 
@@ -363,6 +364,8 @@ def load_plain_tensors(
             return tensors, None
         known = region if isinstance(region, Mapping) else tensors
         chosen = list(known if keys is None else keys)
+        if isinstance(region, Mapping) and (left := sorted(region.keys() - chosen)):
+            raise ArgumentError(f"region= has slices of {left[:4]}, which keys= does not name")
         return {key: part_of(tensors, key, region, str(place)) for key in chosen}, chosen
 
     with Ranks.current().meet(f"reading {shown(checkpoint_dir)}"):

@@ -35,7 +35,7 @@ from shardstore.state_dict_utils import check_state
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.format.names import CONTENT_METADATA_KEY
-from shardstore.storage.options import SaveOptions, StepKeywords, require_bool
+from shardstore.storage.options import SaveOptions, StepKeywords, require_bool, require_duration
 from shardstore.storage.runtime.parallel import yield_to_others
 from shardstore.storage.stores.location import Location
 from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -202,9 +202,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         grace_s: float | None = None,
     ) -> None:
         self.root = Location.of(root, storage_options)
-        if not isinstance(sweep_after, timedelta):
-            text = f"sweep_after={sweep_after!r:.100} must be a timedelta"
-            raise errors.ArgumentError(text)
+        require_duration("sweep_after", sweep_after)
         self.policy = Retention(keep_last, keep_every, keep_for, best, metric, mode, keep_if)
         self._schedule = Schedule(every=every, every_s=every_s, interval=interval, grace_s=grace_s)
         if process_group is not None:

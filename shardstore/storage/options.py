@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from numbers import Integral
 from typing import Any, Literal, TypedDict
 
@@ -222,6 +223,13 @@ def require_number(name: str, value: object, *, none: bool = False, at_least: in
             f"{name}={value!r} must be a whole number of at least {at_least}"
             + (", or None" if none else "")
         )
+
+
+def require_duration(name: str, value: object) -> None:
+    """Raise :class:`ArgumentError` unless an argument is a :class:`~datetime.timedelta`."""
+    if not isinstance(value, timedelta):
+        text = f"{name}={value!r:.100} must be a timedelta, such as datetime.timedelta(hours=24)"
+        raise ArgumentError(text)
 
 
 DEFAULTS = SaveOptions()

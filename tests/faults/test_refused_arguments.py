@@ -151,6 +151,7 @@ WRONG: list[tuple[Functions, str, list[Any], str]] = [
     ((save_managed,), "metrics", [{"loss": 10**400}], "metric 'loss'=1000"),  # OverflowError
     ((restore,), "progress", [7], "progress={}"),
     ((CheckpointManager,), "sweep_after", [24], "sweep_after={} must be a timedelta"),
+    ((shardstore.sweep,), "older_than", [24, "1 day", None], "older_than={} must be a timedelta"),
     ((CheckpointManager,), "keep_last", ["2"], "keep_last"),
     ((CheckpointManager,), "prefix", [None], "prefix"),
     ((shardstore.remove_sharded_tensors,), "key_prefix", [3, None, b"w"], "{} must be a string"),
@@ -167,6 +168,12 @@ def test_a_wrong_value_of_an_option_is_refused(
             function(saved, **{name: value})
     assert set(os.listdir(saved.parent)) <= {"saved", "run"}
     assert not list(saved.parent.glob("run/*"))
+
+
+def test_slices_of_a_key_that_is_not_asked_for_are_refused(saved: Path) -> None:
+    (key, *_) = shardstore.load_tensors_metadata(saved)
+    with pytest.raises(ArgumentError, match=r"typo.* keys= does not name"):
+        shardstore.load_plain_tensors(saved, keys=[key], region={"typo": [slice(0, 1)]})
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None, True])

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from shardstore.errors import CheckpointExistsError, NotACheckpointError, StorageError
 from shardstore.storage.commit import folder, identity, objects
 from shardstore.storage.commit.attempt import Attempt, DeadTarget, Leftover
-from shardstore.storage.options import SaveOptions, require_bool
+from shardstore.storage.options import SaveOptions, require_bool, require_duration
 from shardstore.storage.stores.folder import LocalFolder
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.prefix import ObjectPrefix
@@ -111,9 +111,11 @@ def sweep(
         The remains. Unless ``dry_run`` is set, they have been removed.
 
     Raises:
+        ArgumentError: ``older_than`` is no timedelta, or ``dry_run`` no bool.
         StorageError: the store failed.
     """
     require_bool("dry_run", dry_run)
+    require_duration("older_than", older_than)
     place = Location.of(root, storage_options)
     place.require_no_file()
     return _COMMITS[type(place)].sweep_below(place, older_than, dry_run)
