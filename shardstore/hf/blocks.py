@@ -40,6 +40,9 @@ BLOCK_BYTES = 16 * 1024 * 1024
 """Largest size of a block on a disk."""
 MIN_RUN_BYTES = 1024 * 1024
 """Contiguous runs of a shard of at least this size are blocks; shorter ones are put together."""
+AS_MUCH = 0.9
+"""Part of the most that a rank holds of a block, from which another one holds as much: the ends of
+a block may lie within a row."""
 
 Holders: TypeAlias = dict[Box, list[int]]
 """Box of a tensor -> the ranks that hold it."""
@@ -100,6 +103,15 @@ class Block(NamedTuple):
     def size(self) -> int:
         """Number of bytes."""
         return self.stop - self.start
+
+
+class _Range(NamedTuple):
+    """Bytes ``start:stop`` of a file, with the pieces and the ranks that hold each."""
+
+    name: str
+    start: int
+    stop: int
+    pieces: list[tuple[Piece, list[int]]]
 
 
 def exchange_pieces(
@@ -202,34 +214,39 @@ def plan_blocks(
             :data:`~shardstore.hf.files.ALIGNMENT`; ``None``: they are cut where shards end.
         in_order: one rank writes each file, from its beginning to its end.
     """
-    load = Counter(dict.fromkeys(ranks, 0))
     arrays = sorted(arrays, key=lambda meta: layout.places[meta.key])
     if part_bytes is None:
-        return list(_where_shards_end(layout, arrays, holders, load))
+        ranges = _where_shards_end(layout, arrays, holders)
+    else:
+        ranges = _parts(layout, arrays, holders, part_bytes)
+    return _owned([*ranges], ranks, in_order)
+
+
+def _parts(
+    layout: FileLayout,
+    arrays: Sequence[ArrayMeta],
+    holders: Mapping[str, Holders],
+    part_bytes: int,
+) -> Iterator[_Range]:
+    """Yield the parts of uploads."""
     by_file: dict[str, list[tuple[int, int, _Sweep]]] = {name: [] for name in layout.heads}
     for meta in arrays:
         name, start = layout.places[meta.key]
         sweep = _Sweep(meta, holders[meta.key])
         by_file[name].append((start, start + sweep.total * sweep.itemsize, sweep))
-    blocks = []
     for name, tensors in by_file.items():
         size = layout.sizes[name]
-        owner = min(ranks, key=load.__getitem__) if in_order else None
         for begin, end in pairwise([*range(0, size, part_bytes), size]):
             pieces = list(_pieces(tensors, begin, end))
             while tensors and tensors[0][1] <= end:
                 tensors.pop(0)
-            blocks.append(_owned(name, begin, end, pieces, load, owner))
-    return blocks
+            yield _Range(name, begin, end, pieces)
 
 
 def _where_shards_end(
-    layout: FileLayout,
-    arrays: Sequence[ArrayMeta],
-    holders: Mapping[str, Holders],
-    load: Counter[int],
-) -> Iterator[Block]:
-    """Yield the blocks of files that are cut where shards end. Tensors that are cut as another one
+    layout: FileLayout, arrays: Sequence[ArrayMeta], holders: Mapping[str, Holders]
+) -> Iterator[_Range]:
+    """Yield the ranges of files that are cut where shards end. Tensors that are cut as another one
     have its pieces."""
     known: dict[tuple[Any, ...], list[tuple[int, int, list[tuple[Piece, list[int]]]]]] = {}
     for meta in arrays:
@@ -241,7 +258,7 @@ def _where_shards_end(
         name, start = layout.places[meta.key]
         for begin, end, some in known[cut]:
             own = [(piece._replace(key=meta.key), who) for piece, who in some]
-            yield _owned(name, start + begin, start + end, own, load, None)
+            yield _Range(name, start + begin, start + end, own)
 
 
 def pieces_of(
@@ -271,30 +288,35 @@ def _pieces(
             at += whole.size * size
 
 
-def _owned(
-    name: str,
-    begin: int,
-    end: int,
-    pieces: Sequence[tuple[Piece, list[int]]],
-    load: Counter[int],
-    owner: int | None,
-) -> Block:
-    """Return a block, written by the rank that holds the most of it; of several, by that with the
-    least to write. Add it to what this rank writes."""
-    held = Counter[int]()
-    for piece, ranks in pieces:
-        for rank in ranks:
-            held[rank] += piece.box.size
-    if owner is None:
-        owner = min(held or load, key=lambda rank: (-held[rank], load[rank], rank))
-    found = [
-        piece._replace(
-            rank=owner if owner in ranks else min(ranks, key=lambda rank: (-held[rank], rank))
-        )
-        for piece, ranks in pieces
-    ]
-    load[owner] += end - begin
-    return Block(name, begin, end, owner, found)
+def _owned(ranges: Sequence[_Range], ranks: Sequence[int], in_order: bool) -> list[Block]:
+    """Return the ranges as blocks, each written by the rank that holds the most of it. Those of
+    which several ranks hold :data:`AS_MUCH` come last, each to that with the least to write."""
+    load, held, writers = Counter(dict.fromkeys(ranks, 0)), [], []
+    for one in ranges:
+        parts = Counter[int]()
+        for piece, who in one.pieces:
+            for rank in who:
+                parts[rank] += piece.nbytes
+        least = AS_MUCH * max(parts.values(), default=0)
+        held.append(parts)
+        writers.append(ranks if in_order else [r for r in parts if parts[r] >= least] or ranks)
+    owners: dict[object, int] = {}
+    for number in sorted(range(len(ranges)), key=lambda number: len(writers[number])):
+        of = ranges[number].name if in_order else number
+        if of not in owners:
+            owners[of] = min(writers[number], key=lambda rank: (load[rank], rank))
+        load[owners[of]] += ranges[number].stop - ranges[number].start
+    blocks = []
+    for number, (one, parts) in enumerate(zip(ranges, held, strict=True)):
+        owner = owners[one.name if in_order else number]
+        found = [
+            piece._replace(
+                rank=owner if owner in who else min(who, key=lambda rank: (-parts[rank], rank))
+            )
+            for piece, who in one.pieces
+        ]
+        blocks.append(Block(one.name, one.start, one.stop, owner, found))
+    return blocks
 
 
 class _Sweep:

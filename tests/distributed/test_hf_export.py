@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -614,3 +615,25 @@ def test_replicas_divide_the_writing() -> None:
     plan = blocks.plan_blocks(layout, arrays, holders, range(4), None)
     assert sorted(block.owner for block in plan) == [0, 1, 2, 3]
     assert holders["w"] == {Box((0, 0), (4096, 4096)): [0, 1, 2, 3]}
+
+
+def test_blocks_of_many_ranks_are_divided_after_those_of_one() -> None:
+    """Cuts within rows let no rank write more, nor do tensors that a rank holds alone."""
+    shape, parts = (4000, 4104), 4  # columns; blocks of 16 MiB end within rows
+    held: list[list[ShardedTensor]] = [
+        [
+            ShardedTensor(f"a{n}", None, torch.float32, (4000, 1026), shape, (0, 1026 * rank), None)
+            for n in range(6)
+        ]
+        for rank in range(parts)
+    ]
+    held[2].append(ShardedTensor("z", None, torch.float32, shape, shape, (0, 0), None))
+    arrays, holders = blocks.held_by([report_shards(shards) for shards in held], range(parts))
+    layout = FileLayout.of(arrays, 2**40, {}, SINGLE_NAME)
+    plan = blocks.plan_blocks(layout, arrays, holders, range(parts), None)
+    written = Counter[int]()
+    for block in plan:
+        written[block.owner] += block.size
+    total = sum(meta.shape[0] * meta.shape[1] * 4 for meta in arrays)
+    assert max(written.values()) - total / parts <= blocks.BLOCK_BYTES
+    assert {b.owner for b in plan if b.pieces[0].key == "z"} == {2}
