@@ -20,6 +20,7 @@ from typing import Annotated, Any, Self, TypeAlias
 import msgspec
 
 from shardstore import errors
+from shardstore.hf.urls import pinned
 from shardstore.inspection.opened import array_bytes
 from shardstore.storage.commit.identity import instead
 from shardstore.storage.format import dtypes
@@ -214,7 +215,7 @@ class WeightFiles:
             NotACheckpointError: there is no such file.
             DamagedCheckpointError: a file is damaged or does not match the index.
         """
-        folder, name = _named(place)
+        folder, name = _named(place := pinned(place))
         path = f"{folder.url}/{name}"
         try:
             if not _INDEX_NAME.fullmatch(name):

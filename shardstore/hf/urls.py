@@ -6,18 +6,31 @@ Passwords and query strings of a URL become storage options, so that no error te
 from __future__ import annotations
 
 import os
+import re
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from shardstore.errors import ArgumentError
+import msgspec
+
+from shardstore.errors import ArgumentError, CheckpointingException
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location, checked_options, shown
 
 HUB = "https://huggingface.co"
 _KINDS = ("datasets", "spaces")
+_RESOLVE = re.compile(
+    rf"(https?://[^/]+)/((?:{'|'.join(_KINDS)})/)?([^/]+/[^/]+)/resolve/"
+    "(?![0-9a-f]{40}(?:/|$))([^/]+)(|/.+)"  # a commit does not change
+)
+
+
+class _Revision(msgspec.Struct):
+    """What the Hub says of a revision."""
+
+    sha: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{40}$")]
 
 
 def shown_url(place: object) -> str:
@@ -58,6 +71,21 @@ def locate(place: Any, options: Mapping[str, Any] | None = None) -> Location:
         given["params"] = query
     bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
     return Location.of(bare.geturl(), given)
+
+
+def pinned(place: Location) -> Location:
+    """Return a place on the Hub with the commit that its branch or tag names now, so that all ranks
+    read one model (Hub documentation, "Hub API Endpoints"); other places as they are."""
+    found = _RESOLVE.fullmatch(place.url)
+    if found is None:
+        return place
+    endpoint, kind, model, revision, inner = found.groups()
+    try:
+        about = place.at(f"{endpoint}/api/{kind or 'models/'}{model}/revision").read(revision)
+        commit = msgspec.json.decode(about, type=_Revision).sha
+    except (OSError, CheckpointingException, msgspec.DecodeError):
+        return place  # of another server, which has no such interface
+    return place.at(f"{endpoint}/{kind or ''}{model}/resolve/{commit}{inner}")
 
 
 def _with_header(options: Mapping[str, Any], authorization: str) -> dict[str, Any]:

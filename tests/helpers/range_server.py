@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,12 +30,17 @@ class RangeServer:
         user, password: of basic authentication, if demanded.
         query: the query string that a request must have.
         token: the token that requests to the Hub must have.
-        revision: the only revision of the Hub's repository.
+        revision: the only branch of the Hub's repository.
+        commits: hash of a commit -> its files; the last one is that of the branch. Without any,
+            the server lacks the interface that tells of it.
         ignores_ranges: whole files are sent.
         shifts_ranges: ranges are sent from the beginning of the file.
         cuts: how many answers of each request end in their middle, before a whole one.
         busy: status of the refusals, and how many there are of each request before an answer.
         refusal: headers of the refusals.
+        expires_after: how many requests a signature is good for.
+        uses: requests with each signature.
+        signed: the files of each signature.
         requests: method, path and range of each request.
         authorizations: the header of each request.
     """
@@ -46,11 +52,15 @@ class RangeServer:
     query: str = ""
     token: str = ""
     revision: str = "main"
+    commits: dict[str, Path] = field(default_factory=dict)
     ignores_ranges: bool = False
     shifts_ranges: bool = False
     cuts: int = 0
     busy: tuple[int, int] = (0, 0)
     refusal: dict[str, str] = field(default_factory=dict)
+    expires_after: int = 1000
+    uses: dict[str, int] = field(default_factory=dict)
+    signed: dict[str, Path] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
 
@@ -123,13 +133,16 @@ class _Handler(Quiet):
         if about.requests.count(about.requests[-1]) <= times:
             self.end(status, about.refusal)
             return
+        if path == f"/api/models/org/tiny/revision/{about.revision}" and about.commits:
+            self.end(200, data=b'{"sha": "%s", "id": "org/tiny"}' % [*about.commits][-1].encode())
+            return
         if found := re.fullmatch(r"/org/tiny/resolve/([^/]+)/(.+)", parts.path):
             self._of_hub(*map(unquote, found.groups()))
             return
         is_hub = path.startswith("/cdn/")
         name = path.removeprefix("/cdn/").removeprefix("/model/")
-        file = about.folder / name
-        if is_hub and (parts.query != f"sig={SIGNATURE}" or "Authorization" in self.headers):
+        file = about.signed.get(parts.query, about.folder) / name
+        if is_hub and not self._is_signed(parts.query):
             self.end(403)
         elif not is_hub and not self._is_allowed(parts.query):
             self.end(401)
@@ -147,15 +160,26 @@ class _Handler(Quiet):
             return False
         return parse_qsl(query) == parse_qsl(about.query)
 
+    def _is_signed(self, query: str) -> bool:
+        about = self.server_about
+        about.uses[query] = about.uses.get(query, about.expires_after) + 1
+        return about.uses[query] <= about.expires_after and "Authorization" not in self.headers
+
     def _of_hub(self, revision: str, name: str) -> None:
         about = self.server_about
         if about.token and self.headers.get("Authorization") != f"Bearer {about.token}":
             self.end(401)
-        elif revision != about.revision or not (about.folder / name).is_file():
+            return
+        newest = next(reversed(about.commits.values()), about.folder)
+        folder = newest if revision == about.revision else about.commits.get(revision)
+        if folder is None or not (folder / name).is_file():
             self.end(404)
         else:
             port = about.url.rpartition(":")[2]
-            target = f"http://localhost:{port}/cdn/{name}?sig={SIGNATURE}"
+            query = f"sig={SIGNATURE}{secrets.token_hex(4)}"
+            about.uses[query] = 0
+            target = f"http://localhost:{port}/cdn/{name}?{query}"
+            about.signed[query] = folder
             self.end(302, {"Location": target})
 
     def _send(self, data: bytes, asked: str) -> None:

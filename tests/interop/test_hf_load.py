@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 import time
 import traceback
@@ -26,6 +27,7 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardstore.hf import loading
 from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.counters import counters
 from shardstore.storage.stores import remote
@@ -357,6 +359,41 @@ def test_a_revision_of_the_hub(hub: RangeServer, revision: str, written: str) ->
         require_loads(f"hf://org/tiny@{written}{name}", storage_options=options)
     with pytest.raises(NotACheckpointError):
         hf.load(state(), "hf://org/tiny@other", storage_options=options)
+
+
+@pytest.mark.parametrize("good_for", [1000, 3])
+def test_the_hub_is_asked_once_for_many_ranges(hub: RangeServer, good_for: int) -> None:
+    """It counts requests; the server that it redirects to does not, until a signature expires."""
+    large = torch.arange(12 * 2**20, dtype=torch.float32).reshape(12, -1)
+    save_file({"w": large}, hub.folder / "large.safetensors")
+    hub.commits, hub.expires_after = {f"{good_for:040}": hub.folder}, good_for
+    found = {"w": torch.zeros_like(large)}
+    hf.load(found, "hf://org/tiny/large.safetensors", storage_options={"token": SECRET})
+    assert torch.equal(found["w"], large)
+    hosts = [path.split("/")[1] for _, path, part in hub.requests if part]
+    assert hosts.count("cdn") >= 7
+    assert hosts.count("org") <= (1 if good_for > 100 else 8)
+
+
+def test_a_branch_that_moves_during_a_load_is_read_at_its_commit(
+    hub: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later load reads the new commit, although the signatures of the old one are still good."""
+    newer = shutil.copytree(hub.folder, tmp_path / "newer")
+    save_file({"w": -W}, newer / "model-00002-of-00002.safetensors")
+    hub.commits["a" * 40] = hub.folder
+    find = loading._Call._find
+
+    def moved(*arguments: Any) -> Any:
+        hub.commits["b" * 40] = newer
+        return find(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading._Call, "_find", moved)
+        require_loads("hf://org/tiny", storage_options={"token": SECRET})
+    found = state()
+    hf.load(found, "hf://org/tiny", storage_options={"token": SECRET})
+    assert torch.equal(found["w"], -W)
 
 
 def test_tokens_stay_secret(hub: RangeServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -90,6 +90,10 @@ CLIENTS: Mapping[str, ModuleType] = {"s3": s3, "s3a": s3, "gs": gcs, "gcs": gcs}
 
 _file_systems: dict[object, tuple[object, Any]] = {}
 """Each file system with the ``surroundings`` at its creation."""
+_moved: dict[str, Any] = {}
+"""URL of a file in a commit on the Hugging Face Hub -> the signed URL that it redirected to. The
+Hub counts requests (Hub documentation, "Rate limits"), and a large file has many ranges."""
+_COMMIT = re.compile("https?://.*/resolve/[0-9a-f]{40}/.")
 _answered: set[int] = set()
 _lock = threading.Lock()
 _session_lock = threading.Lock()
@@ -113,7 +117,7 @@ def _file_system(url: str, options: Mapping[str, Any]) -> Any:
     if protocol in ("http", "https") and isinstance(own, Mapping):
         # Only with a proxy: aiohttp then refuses a token for a host that is in ~/.netrc too.
         trust = {"trust_env": True} if getproxies() else {}
-        options["client_kwargs"] = {**_WEB, **trust, **own}
+        options["client_kwargs"] = {**_web(), **trust, **own}
     # The key has the process id: a forked process must not share connections.
     known = (os.getpid(), protocol, bucket, repr(sorted(options.items(), key=str)))
     with _lock:
@@ -176,8 +180,24 @@ async def _require_range(answer: Any) -> None:
         raise StorageError(f"{url}: {text}; download the files, or use another server", url=url)
 
 
-_WEB = {"raise_for_status": _require_range, "headers": {"Accept-Encoding": "identity"}}
-"""Arguments of aiohttp's session. Ranges of compressed files would be of no use."""
+async def _remember(_: object, __: object, redirect: Any) -> None:
+    """Remember where a file of the Hub comes from, see :data:`_moved`."""
+    asked = redirect.url
+    target = asked.join(type(asked)(redirect.response.headers.get("Location", "")))
+    if _COMMIT.match(str(asked)) and target.host != asked.host:
+        keep_quiet_about({}, target.raw_query_string)
+        _moved[str(asked)] = target
+
+
+@cache
+def _web() -> dict[str, Any]:
+    """Return arguments of aiohttp's session. Ranges of compressed files would be of no use."""
+    import aiohttp
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(_remember)
+    headers = {"Accept-Encoding": "identity"}
+    return {"raise_for_status": _require_range, "headers": headers, "trace_configs": [trace]}
 
 
 def _bucket_and_key(split: Callable[[str], tuple[str, ...]], path: str) -> tuple[str, str, None]:
@@ -226,7 +246,7 @@ class RemoteStore:
         part: dict[str, Any] = {} if (start, stop) == (0, None) else {"start": start, "end": stop}
         try:
             with self.errors("reading", name, absent=True):
-                data: bytes = self.call("cat_file", self._path(name), size=size, **part)
+                data: bytes = self._cat(self._path(name), size, part)
         except FileNotFoundError:
             return None
         except StorageError as error:
@@ -235,6 +255,17 @@ class RemoteStore:
                 return b""
             raise
         return data[:stop] if start == 0 else data
+
+    def _cat(self, path: str, size: int, part: Mapping[str, Any]) -> Any:
+        """Return bytes of a document; see :data:`_moved`."""
+        known = str(self.fs.encode_url(path)) if _COMMIT.match(path) else ""
+        # A program's own headers of the session would go to the other server too.
+        if known in _moved and self.fs.client_kwargs["headers"] == _web()["headers"]:
+            bare: dict[str, Any] = {"headers": {}, "params": None, "auth": None}
+            with suppress(Exception):  # such as a signature that has expired
+                return self._call("cat_file", _moved[known], size=size, **part, **bare)
+            _moved.pop(known, None)
+        return self.call("cat_file", path, size=size, **part)
 
     def driver_settings(self) -> s3.S3Settings | gcs.GcsSettings:
         """Return what TensorStore must know of the store, as s3fs or gcsfs determined it.
