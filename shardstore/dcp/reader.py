@@ -39,7 +39,7 @@ from shardstore.progress import log_event
 from shardstore.serialization import load
 from shardstore.storage.checkpoint import StoredCheckpoint, settled
 from shardstore.storage.commit.attempt import Attempt
-from shardstore.storage.commit.identity import is_checkpoint
+from shardstore.storage.commit.identity import is_checkpoint, warn_of_dcp
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import DCP_METADATA_NAME
@@ -304,7 +304,10 @@ class StorageReader(Placed, DcpStorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: :meth:`read_metadata` opened the checkpoint. All ranks call it."""
+        """Log what :func:`warn_of_dcp` does; :meth:`read_metadata` opened the checkpoint. All ranks
+        call it."""
+        if is_coordinator:
+            warn_of_dcp(self._place)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan with items that are sent as bytes, and with its keys if those of all

@@ -27,7 +27,7 @@ from shardstore.storage.checkpoint import (
     settled,
     unlocked_property,
 )
-from shardstore.storage.commit.identity import instead, is_foreign_node, node_type
+from shardstore.storage.commit.identity import instead, is_foreign_node, node_type, warn_of_dcp
 from shardstore.storage.format import documents, dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.format.names import COMMON_STATE_NAME, CONFIG_NAME, MANIFEST_NAME
@@ -109,6 +109,7 @@ def _opened(place: Any, options: Mapping[str, Any] | None, attempt: str = "") ->
             "checkpoint that nobody writes over",
             ReplacedError,
         )
+    warn_of_dcp(location)
     return OpenCheckpoint(stored)
 
 

@@ -48,6 +48,7 @@ from shardstore.mapping import (
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import HeldShards, StateSplit, is_plain
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, latest_save, settled
+from shardstore.storage.commit.identity import warn_of_dcp
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
@@ -234,6 +235,7 @@ def run_load(request: LoadRequest) -> Loaded:
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
         _tell_of_arrays(request, context, matched, loaded)
     if ranks.is_coordinator:
+        warn_of_dcp(location)
         url, size, seconds = location.url, meter.now.bytes_total, perf_counter() - started
         text = f"{url}: loaded, {size} bytes on rank {ranks.rank} in {seconds:.3f} s"
         world = ranks.world_size

@@ -177,7 +177,9 @@ def test_a_reader_of_dcp_may_be_older_than_the_installation_and_outlive_it(tmp_p
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_was_written_last_is_read(tmp_path: Path) -> None:
+def test_what_was_written_last_is_read_or_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     place = tmp_path / "c"
     for value in (1.0, 3.0):
         dcp.save(state(value), checkpoint_id=place, no_dist=True)
@@ -188,6 +190,13 @@ def test_what_was_written_last_is_read(tmp_path: Path) -> None:
         done = convert(place, tmp_path / "converted", overwrite=True)
         assert done.source_format == "dcp"
         assert same(loaded(tmp_path / "converted"), state(value + 1))
+        text = f"{place}: read from shardstore's files, over which PyTorch DCP saved newer values"
+        assert text not in caplog.text
+        assert shardstore.load({}, place)
+        assert shardstore.open(place)
+        assert same(loaded_by(StorageReader(place)), state(value))
+        assert caplog.text.count(text) == 3
+        caplog.clear()
 
 
 @pytest.mark.usefixtures("installed")

@@ -94,6 +94,18 @@ def has_dcp_metadata(location: Location) -> bool:
     return location.read_range(DCP_METADATA_NAME, 0, 1) == pickle.PROTO
 
 
+def warn_of_dcp(location: Location) -> None:
+    """Log a warning if PyTorch DCP wrote over a checkpoint in a folder, from which the older values
+    are read. In an object store, the look would be a request."""
+    if location.is_local and location.exists("zarr.json") and has_dcp_metadata(location):
+        remedy = (
+            "For the newer ones, load with dcp.load, or run `shardstore convert %s TARGET`; "
+            "to keep the older ones, remove .metadata and *.distcp"
+        )
+        text = "%s: read from shardstore's files, over which PyTorch DCP saved newer values. "
+        logger.warning(text + remedy, *[location.url] * 2)
+
+
 def instead(location: Location) -> str | None:
     """Describe a place that is not a checkpoint, with the remedy. Return ``None`` if its content is
     unknown.
