@@ -163,8 +163,11 @@ class ShardedTensor(ShardedBase):
         """
         if (flat := self.flattened_range) is not None:
             size = math.prod(self.local_shape)
-            if not isinstance(flat, slice) or flat.step is not None:
-                raise self._wrong(f"flattened_range={flat!r} must be a slice without a step")
+            is_range = isinstance(flat, slice) and flat.step is None
+            bounds = (flat.start, flat.stop) if is_range else ("",)
+            if not all(one is None or hasattr(one, "__index__") for one in bounds):
+                text = f"flattened_range={flat!r} must be a slice of whole numbers without a step"
+                raise self._wrong(text)
             if not 0 <= (flat.start or 0) <= (size if flat.stop is None else flat.stop) <= size:
                 raise self._wrong(
                     f"flattened_range {flat} is not within the {size} elements of the local "

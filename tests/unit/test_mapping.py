@@ -135,6 +135,8 @@ def test_data_that_is_no_dense_tensor_is_refused(data: Any) -> None:
         ({"data": torch.arange(4.0), "flattened_range": slice(1, 5, 1)}, CheckpointingException),
         ({"data": None, "flattened_range": slice(0, 4, 2)}, CheckpointingException),
         ({"data": None, "flattened_range": (0, 4)}, CheckpointingException),
+        ({"data": torch.arange(4.0), "flattened_range": slice(0.0, 4.0)}, CheckpointingException),
+        ({"data": None, "flattened_range": slice(0, "4")}, CheckpointingException),
     ],
 )
 def test_contradictions_are_refused(
