@@ -65,7 +65,7 @@ def _pickler(place: _Place) -> type[pickle.Pickler]:
         def reducer_override(self, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return NotImplemented
-            _require_whole(value)
+            _require_own(value)
             function, args, *more = cast(Any, value).__reduce_ex__(2)
             is_subclass = function is torch._tensor._rebuild_from_type_v2
             first, *rest = args[2] if is_subclass else args
@@ -82,13 +82,13 @@ def _pickler(place: _Place) -> type[pickle.Pickler]:
     return Pickler
 
 
-def _require_whole(value: Any) -> None:
-    """Refuse a DTensor of which this rank holds a part: loaded, each rank would get that part."""
-    parts = [one for one in getattr(value, "placements", ()) if not one.is_replicate()]
-    if parts and value.device_mesh.size() > 1:
+def _require_own(value: Any) -> None:
+    """Refuse a DTensor that ranks share: loaded, it would have the part and the place in the mesh
+    of the rank that saved it, on every rank."""
+    if hasattr(value, "placements") and value.device_mesh.size() > 1:
         raise errors.AccessPatternError(
             f"it holds a DTensor of shape {tuple(value.shape)} and placements {value.placements}, "
-            "and only dicts and lists are searched for DTensors"
+            "and only dicts and lists are searched for DTensors (its full_tensor() is a plain one)"
         )
 
 

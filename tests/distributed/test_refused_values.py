@@ -40,7 +40,9 @@ def what_cannot_be_given_back_is_refused_on_every_rank(
         "e", torch.ones(0), (4,), replica_id=rank, flattened_range=slice(0, 0)
     )
     part = ShardedObject("part", text if rank else 1, (2,), (rank,))
-    average = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    mesh = init_device_mesh("cpu", (2,))
+    average = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    whole = DTensor.from_local(torch.ones(2), mesh, [Replicate()])  # would have rank 0's place
     held = ShardedObject("held", argparse.Namespace(ema=average), (2,), (rank,))
     cases: list[tuple[Any, tuple[str, ...]]] = [
         ([{"bad": text if rank == 0 else 1}], ("at.0.bad", "numpy.ndarray")),
@@ -48,6 +50,7 @@ def what_cannot_be_given_back_is_refused_on_every_rank(
         ((_weight(rank, 2),) if rank else 1, ("'at'", "tuple")),
         (empty, ("'e'", "empty range")),
         (argparse.Namespace(ema=average), ("'at'", "argparse.Namespace", "DTensor")),
+        (argparse.Namespace(ema=whole), ("'at'", "DTensor", "full_tensor()")),
         ([collections.deque([average])], ("'at.0'", "deque", "DTensor")),
         (held, ("'held/shard_", "argparse.Namespace", "DTensor")),
     ]
@@ -57,16 +60,6 @@ def what_cannot_be_given_back_is_refused_on_every_rank(
             assert word in str(error), error
     dist.barrier()
     assert remains(folder) == []
-
-
-def a_whole_dtensor_in_a_value_is_saved(rank: int, world_size: int, folder: Path) -> None:
-    """Any rank has all of it, unlike a sharded one."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    whole = DTensor.from_local(torch.arange(2.0), mesh, [Replicate()])
-    at = argparse.Namespace(ema=whole)
-    shardstore.save({"w": _weight(rank, world_size), "at": at}, folder / "c")
-    loaded = shardstore.load({}, folder / "c")
-    assert torch.equal(loaded["at"].ema.to_local(), torch.arange(2.0))
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:
