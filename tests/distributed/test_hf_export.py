@@ -388,7 +388,7 @@ def test_views_with_other_values_of_the_same_memory_are_no_tied_weights(tmp_path
 def test_a_model_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
     hf.save(MODEL, tmp_path / "m", file_bytes=1000, files={"config.json": "old"})
     (tmp_path / "m" / "README.md").write_text("mine")
-    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+    with pytest.raises(CheckpointExistsError, match="holds a model; pass overwrite=True"):
         hf.save(MODEL, tmp_path / "m")
     hf.save({"w": torch.ones(2)}, tmp_path / "m", overwrite=True, files={"config.json": "new"})
     assert sorted(os.listdir(tmp_path / "m")) == ["README.md", "config.json", "model.safetensors"]

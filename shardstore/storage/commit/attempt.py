@@ -43,14 +43,16 @@ class SupersededError(StorageError):
     """A newer attempt owns the target."""
 
 
-def exists_error(place: Location, *, meanwhile: bool = False) -> CheckpointingException:
+def exists_error(
+    place: Location, holds: str = "a checkpoint", *, meanwhile: bool = False
+) -> CheckpointingException:
     """Return the error for a target that holds a checkpoint, or got one during the save."""
     what = (
         ": another process committed a checkpoint there while this one was being written (ranks "
         "that save one checkpoint need init_process_group())"
     )
     if not meanwhile:
-        what = f" and holds {what_else(place) or 'a checkpoint'}"
+        what = f" and holds {what_else(place) or holds}"
     text = f" already exists{what}; pass overwrite=True to replace it, or save elsewhere"
     return place.error(text, CheckpointExistsError)
 

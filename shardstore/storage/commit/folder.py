@@ -354,7 +354,7 @@ def _require_replaceable(
     if not is_taken(target, commits):  # else only the commit looks, because it takes long
         _require_own(target, nodes)
     elif not options.overwrite:
-        raise exists_error(target)
+        raise exists_error(target, "a checkpoint" if is_taken(target) else "a model")
 
 
 def join(place: Location, attempt_id: str, options: SaveOptions) -> FolderAttempt:
