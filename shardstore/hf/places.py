@@ -32,7 +32,7 @@ from shardstore.storage.format.names import COMMITS, MODEL_COMMITS
 from shardstore.storage.movers.chunks import SmallFiles
 from shardstore.storage.movers.files import WRITEBACK_FROM, allocate, start_writeback
 from shardstore.storage.options import SaveOptions
-from shardstore.storage.runtime.parallel import default_threads
+from shardstore.storage.runtime.parallel import default_threads, run_batched
 from shardstore.storage.stores.errors import code_of, remedy
 from shardstore.storage.stores.folder import fsync, store_errors
 from shardstore.storage.stores.location import Location
@@ -363,9 +363,13 @@ class S3Place(StorePlace):
         if SINGLE_NAME in parts:
             super().commit(layout, receipts, documents)
             documents = ()
-        for name, some in parts.items():
-            some.sort(key=itemgetter("PartNumber"))
-            self._complete(name, layout.sizes[name], some)
+
+        def complete(names: Sequence[str]) -> None:
+            for name in names:
+                parts[name].sort(key=itemgetter("PartNumber"))
+                self._complete(name, layout.sizes[name], parts[name])
+
+        run_batched(list(parts), complete, threads=REQUESTS)
         super().commit(layout, receipts, documents)
         self._uploads.clear()
         try:
@@ -392,12 +396,16 @@ class S3Place(StorePlace):
         """Abort the uploads, so that the store does not keep their parts, and delete the files of
         those that were completed, unless the model is."""
         ended = []
-        for name, upload in self._uploads.items():
-            try:
-                self._call("abort_multipart_upload", name, {"UploadId": upload})
-            except StorageError as error:
-                if code_of(error) in ("NoSuchUpload", "404"):  # else the file is of others
-                    ended.append(name)
+
+        def abort(names: Sequence[str]) -> None:
+            for name in names:
+                try:
+                    self._call("abort_multipart_upload", name, {"UploadId": self._uploads[name]})
+                except StorageError as error:
+                    if code_of(error) in ("NoSuchUpload", "404"):  # else the file is of others
+                        ended.append(name)
+
+        run_batched(list(self._uploads), abort, threads=REQUESTS)
         with suppress(StorageError):  # the record stays, and the next export tries again
             recorded = self._recorded()
             if recorded and recorded.items() <= self._uploads.items():  # of no other export
