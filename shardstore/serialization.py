@@ -276,7 +276,8 @@ def load(
         cast: allow tensors whose data type differs from the stored one; values are converted as by
             ``Tensor.copy_``. A cast that loses more than precision or range remains an error: a
             float to an integer, an integer to one that lacks some of its values, a complex to a
-            real number, a number to a bool. Sharded objects and common values are not cast.
+            real number, a number to a bool. Values in whose places no tensor is given are not
+            cast.
             ``"warn"`` allows every cast of ``Tensor.copy_``, as Megatron-Core does; each rank logs
             one warning with the number of tensors.
         progress: called while this rank's tensors are filled, see :func:`save`.

@@ -36,7 +36,12 @@ from shardstore.dtensor.layout import (
     decide_claims,
     is_claimed,
 )
-from shardstore.loading.plan import require_fitting, require_writable, with_destinations
+from shardstore.loading.plan import (
+    require_cast,
+    require_fitting,
+    require_writable,
+    with_destinations,
+)
 from shardstore.loading.read import LoadContext, read_documents
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
@@ -231,7 +236,7 @@ def run_load(request: LoadRequest) -> Loaded:
             raise
         if matched.from_common or opened.adoption.left:
             with torch.inference_mode():  # which also changes the tensors that it made
-                _fill(matched, opened.adoption.left, loaded)
+                _fill(matched, opened.adoption.left, loaded, context)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
         _tell_of_arrays(request, context, matched, loaded)
     if ranks.is_coordinator:
@@ -255,9 +260,15 @@ def _at(state: Any, path: StatePath) -> Any:
     return state
 
 
-def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: StateDict) -> None:
+def _fill(
+    matched: Matched,
+    left: Mapping[StatePath, torch.Tensor],
+    loaded: StateDict,
+    context: LoadContext,
+) -> None:
     """Fill the given tensors from common values that were loaded, and put them in their places:
-    DTensors with their parts; plain tensors as far as shape, data type and memory allow."""
+    DTensors with their parts; plain tensors as far as shape, data type, ``cast`` and memory
+    allow."""
     for path, held in matched.from_common.items():
         found = _at(loaded, path)
         for shard in held.shards:
@@ -268,11 +279,14 @@ def _fill(matched: Matched, left: Mapping[StatePath, torch.Tensor], loaded: Stat
         found = _at(loaded, path)
         if not isinstance(found, torch.Tensor) or not all(map(dtypes.is_plain, (found, tensor))):
             continue  # such as one on the meta device
-        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+        if found.shape != tensor.shape:
             continue
-        with suppress(errors.ArgumentError):  # expanded
-            require_writable(tensor, dotted(path))
-            filled.append((path, tensor.copy_(found), found))
+        key, url = dotted(path), context.stored.location.url
+        with suppress(errors.ArgumentError, errors.DTypeMismatchError):  # expanded, not to be cast
+            if found.dtype != tensor.dtype:
+                require_cast(key, found.dtype, tensor.dtype, url, context.cast)
+            require_writable(tensor, key)
+            filled.append((path, tensor.copy_(found), found.to(tensor.dtype)))
     uses = Counter(tensor.untyped_storage().data_ptr() for _, tensor, _ in filled)
     for path, tensor, found in filled:
         # One tensor may be given for several values, of which it has the last one.

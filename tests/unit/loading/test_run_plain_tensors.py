@@ -60,6 +60,18 @@ def test_a_given_tensor_that_does_not_fit_is_left_and_named_and_the_stored_one_r
     assert "['w']: they are not dense, share memory, or" in text
 
 
+def test_given_tensors_of_another_data_type_are_filled_if_they_may_be_cast(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = torch.zeros(2, dtype=torch.bfloat16)
+    given = {"w": whole, "inner": [torch.zeros(3)]}
+    found: Any = shardstore.load(given, place, cast=True)
+    assert (whole.tolist(), given["inner"][0].tolist()) == ([1, 1], [0, 1, 2])
+    assert found["w"].data_ptr() == whole.data_ptr()
+    assert found["inner"][0].data_ptr() == given["inner"][0].data_ptr()
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(2, device="meta")])
 def test_a_given_tensor_that_is_filled_or_has_no_values_is_not_named(
     place: Path, caplog: pytest.LogCaptureFixture, given: torch.Tensor
