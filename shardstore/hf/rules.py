@@ -100,11 +100,11 @@ def part(rule: Rule, number: int, sizes: Sequence[int], *, axis: int = 0, groups
         groups: see :func:`concat`.
 
     Raises:
-        ArgumentError: there is no part of this number.
+        ArgumentError: there is no part of this number, or a size is negative.
     """
-    if not -len(sizes) <= number < len(sizes):
+    if not -len(sizes) <= number < len(sizes) or min(sizes) < 0:
         text = f"part({rule!r:.100}, {number}, {sizes}) is none of {len(sizes)} parts"
-        raise errors.ArgumentError(f"{text}; they are counted from 0")
+        raise errors.ArgumentError(f"{text}; they are counted from 0, and no size is negative")
 
     def made(fields: Fields, sources: Sources) -> SourceTensor:
         whole = sources.made(rule, fields)

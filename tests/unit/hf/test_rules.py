@@ -158,6 +158,9 @@ def test_what_rules_refuse() -> None:
         made(index("layers.0.fused", "x"))
     with pytest.raises(ShapeMismatchError, match=r"\(24, 4\).*24 elements are not 7 equal parts"):
         made(part("layers.0.qkv", 0, (3, 2, 2)))
+    for groups in (0, -1):
+        with pytest.raises(ShapeMismatchError, match=f"16 elements are not {groups} equal parts"):
+            made(concat("layers.0.q", groups=groups))
     with pytest.raises(ShapeMismatchError, match="do not fit together along axis 1"):
         made(concat("layers.0.q", "layers.0.k", axis=1))
     with pytest.raises(DTypeMismatchError, match="float16"):
@@ -188,9 +191,9 @@ def test_an_axis_that_a_tensor_lacks_is_named(rule: Any, text: str) -> None:
 def test_rules_that_fit_no_tensor() -> None:
     with pytest.raises(ArgumentError, match=r"concat\(\) has no parts"):
         concat()
-    for number in (2, -3):
-        with pytest.raises(ArgumentError, match=rf"part\('w', {number}, \(1, 2\)\)"):
-            part("w", number, (1, 2))
+    for number, sizes in ((2, (1, 2)), (-3, (1, 2)), (1, (-1, 3))):
+        with pytest.raises(ArgumentError, match=re.escape(f"part('w', {number}, {sizes})")):
+            part("w", number, sizes)
     for template in ("a.{l}.{l}", "a.{0}", "a.{1x}"):
         with pytest.raises(ArgumentError, match=re.escape(repr(template))):
             Sources(SOURCES.arrays, "place", {template: "x"}, {}, None).of("a.0.0", torch.int8)
