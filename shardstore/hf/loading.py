@@ -98,8 +98,8 @@ def load(
             :mod:`shardstore.hf.rules`. The first that matches counts.
         dequantize: shape of the blocks of float8 weights whose scales are stored as
             ``<name>_scale_inv`` or ``<name>_scale``; along an axis there may also be a scale for
-            each position, or one for all. A tensor of another data type than float8 gets the values
-            times their scales. ``None``: the scales are tensors like others.
+            each position, or one for all. A tensor of a larger float type gets the values times
+            their scales. ``None``: the scales are tensors like others.
         process_group: see :func:`shardstore.load`.
         storage_options: see :func:`shardstore.save`; for ``hf://``, ``token``.
         map_location: see :func:`shardstore.load`.

@@ -265,7 +265,8 @@ class Sources:
             raise errors.MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
         array = self.arrays[key]
         scales = [self.arrays[key + end] for end in SCALE_SUFFIXES if key + end in self.arrays]
-        is_cast = array.dtype.startswith("float8") and not dtype.startswith("float8")
+        has_codes = dtype.startswith(("float8", "float4", "int", "uint", "bool"))
+        is_cast = array.dtype.startswith("float8") and not has_codes
         if is_cast and scales and self.block_shape is not None:
             return _quantised(array, scales[0], self.block_shape, dtype)
         return _stored(array)

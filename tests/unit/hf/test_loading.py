@@ -316,8 +316,9 @@ def test_quantised_weights_are_scaled(
     "shape", [(), (1,), (1, 1), (300,), (300, 1), (1, 2), (3, 1), (300, 2), (300, 200)]
 )
 def test_an_axis_has_a_scale_for_each_block_or_each_position_or_one(
-    tmp_path: Path, shape: tuple[int, ...]
+    tmp_path: Path, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hf.rules, "SCALED_ELEMENTS", 7000)  # in parts of 35 rows
     weight, scale = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
     save_file({"w.weight": weight, "w.weight_scale": scale}, tmp_path / "m.safetensors")
     spread = scale.reshape(*shape, *[1] * (2 - len(shape)))
@@ -426,6 +427,17 @@ def test_blocks_that_do_not_fit_the_scales_are_an_error(
     with pytest.raises(DTypeMismatchError, match=r"float8_e4m3fn.*weight_scale") as caught:
         hf.load(state, quantised[0], dequantize=None)
     assert "cast=True" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float4_e2m1fn_x2])
+def test_only_floats_get_quantised_values_times_their_scales(
+    quantised: tuple[Path, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """A model that is quantised otherwise would get zeros, as the values are small."""
+    state = {"w.weight": torch.empty(300, 200, dtype=dtype)}
+    for cast in (False, True):
+        with pytest.raises(DTypeMismatchError, match=r"stored as float8.*'w\.weight_scale_inv'"):
+            hf.load(state, quantised[0], cast=cast)
 
 
 # -- places ----------------------------------------------------------------------------------------
