@@ -405,6 +405,7 @@ def dead_targets(root: Location, older_than: timedelta) -> Iterator[DeadTarget]:
 def sweep_below(place: Location, older_than: timedelta, dry_run: bool) -> list[Leftover]:
     """See :meth:`Commits.sweep_below`."""
     found = []
+    place.listing()  # raises the error that os.walk passes over
     for top, names, _ in os.walk(place.url):
         lefts = list(leftovers(top, older_than=older_than))
         names[:] = {*names} - {left.location.name for left in lefts}

@@ -501,6 +501,9 @@ def test_a_sweep_tells_only_of_what_it_removed(tmp_path: Path) -> None:
     with another_user():
         assert [len(sweep_below(parent, dry_run=dry)) for dry in (True, False)] == [1, 0]
     assert os.listdir(parent) == [name]
+    parent.chmod(0o300)
+    with another_user(), pytest.raises(StorageError, match=r"^listing \S+/parent failed: Perm"):
+        sweep_below(parent)
     parent.chmod(0o755)
 
 
