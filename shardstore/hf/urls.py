@@ -22,7 +22,7 @@ from shardstore.storage.stores.location import Location, checked_options, shown
 HUB = "https://huggingface.co"
 _KINDS = ("datasets", "spaces")
 _RESOLVE = re.compile(
-    rf"(https?://[^/]+)/((?:{'|'.join(_KINDS)})/)?([^/]+/[^/]+)/resolve/"
+    rf"(https?://.+?)/((?:{'|'.join(_KINDS)})/)?([^/]+/[^/]+)/resolve/"
     "(?![0-9a-f]{40}(?:/|$))([^/]+)(|/.+)"  # a commit does not change
 )
 

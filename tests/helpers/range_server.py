@@ -1,7 +1,8 @@
 """A web server for the files of a folder, which reads ranges; it may demand credentials, redirect,
 and answer as the Hugging Face Hub does.
 
-``/ORG/MODEL/resolve/REVISION/NAME`` of the Hub is redirected to ``/cdn/NAME`` with a signature.
+``/ORG/MODEL/resolve/REVISION/NAME`` of the Hub is redirected to ``/cdn/NAME`` with a signature. All
+paths are there below ``/mirror`` too.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class _Handler(Quiet):
     server_about: RangeServer
 
     def do_GET(self) -> None:
-        about, parts = self.server_about, urlsplit(self.path)
+        about, parts = self.server_about, urlsplit(self.path.removeprefix("/mirror"))
         path, asked = unquote(parts.path), self.headers.get("Range", "")
         about.requests.append((self.command, path, asked))
         about.authorizations.append(self.headers.get("Authorization", ""))

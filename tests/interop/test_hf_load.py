@@ -375,10 +375,12 @@ def test_the_hub_is_asked_once_for_many_ranges(hub: RangeServer, good_for: int) 
     assert hosts.count("org") <= (1 if good_for > 100 else 8)
 
 
+@pytest.mark.parametrize("mirror", ["", "/mirror/"])
 def test_a_branch_that_moves_during_a_load_is_read_at_its_commit(
-    hub: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: RangeServer, mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later load reads the new commit, although the signatures of the old one are still good."""
+    monkeypatch.setenv("HF_ENDPOINT", hub.url + mirror)
     newer = shutil.copytree(hub.folder, tmp_path / "newer")
     save_file({"w": -W}, newer / "model-00002-of-00002.safetensors")
     hub.commits["a" * 40] = hub.folder
