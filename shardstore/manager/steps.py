@@ -17,13 +17,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import product
 from typing import Any, Literal
 
 from shardstore import errors
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import described
 from shardstore.progress import log_event
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit import checkpoints
 from shardstore.storage.commit.identity import is_checkpoint, require_root
 from shardstore.storage.format.manifest import content_digest
@@ -162,22 +163,25 @@ class Steps:
         return found
 
     def infos(self) -> dict[int, StepInfo]:
-        """Return the description of each committed step, ascending. A commit is read again only if
-        it changed.
+        """Return the description of each committed step, ascending, without those that were deleted
+        since they were listed. A commit is read again only if it changed.
 
         Raises:
             StorageError: the store failed.
         """
 
         def work(batch: Sequence[int]) -> None:
-            for step in batch:
-                stamp = self.place(step).stamp("zarr.json")
-                if step not in self._known or self._known[step][0] != stamp:
-                    self._known[step] = (stamp, self.info(step))
+            for step, _ in product(batch, range(2)):  # again, if another save replaced it
+                if step not in read:
+                    with suppress(ReplacedError):
+                        stamp = self.place(step).stamp("zarr.json")
+                        if step not in self._known or self._known[step][0] != stamp:
+                            self._known[step] = (stamp, self.info(step))
+                        read.add(step)
 
-        steps = self.committed()
+        steps, read = self.committed(), set[int]()
         run_batched(steps, work, threads=self.root.threads())
-        found = {step: self._known[step][1] for step in steps}
+        found = {step: self._known[step][1] for step in steps if step in read}
         self._last = max([self._last or 0, *(info.saved or 0 for info in found.values())])
         return found
 

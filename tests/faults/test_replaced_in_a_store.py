@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFile
 
 import shardstore
+from shardstore import CheckpointManager
 from shardstore.dcp import StorageWriter
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import ShardedObject, ShardedTensor
@@ -32,7 +33,7 @@ from testing.s3_servers import S3Server
 from tests.faults.test_crash_at_every_request import MortalFileSystem, deaths, put_back
 from tests.helpers.verification import verified
 
-PLACE = "watched://runs/c"
+PLACE, RUN = "watched://runs/c", "watched://runs/m"
 ARRAYS = 2
 EACH = 1 if os.environ.get("SHARDSTORE_TESTS") == "all" else 5
 """Step between the moments that are tried; the next request of a reader meets others."""
@@ -138,11 +139,13 @@ RETRIED = [load, verification]
 # -- what is at the place during an overwrite ------------------------------------------------------
 
 
-def states_of(work: Callable[[], None]) -> list[Objects]:
+def states_of(
+    work: Callable[[], None], before: Callable[[], None] = lambda: save(1)
+) -> list[Objects]:
     """The objects of version 1, and after each request of an operation that changed them."""
     found: list[Objects] = []
     seen = None
-    for _ in deaths(lambda: save(1), work):
+    for _ in deaths(before, work):
         if contents() != seen:
             found.append(dict(WatchedFileSystem.store))
             seen = contents()
@@ -221,6 +224,31 @@ def test_a_reader_during_a_deletion_gets_all_or_an_error(read: Reader) -> None:
     put_back(moments[-1])
     with pytest.raises(NotACheckpointError):
         read(PLACE)
+
+
+def save_steps() -> None:
+    with CheckpointManager(RUN) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+
+
+def restored_step(_: Place) -> int:
+    found = CheckpointManager(RUN).restore({"w0": torch.zeros(6, 8)})
+    assert found is not None
+    return found.step
+
+
+def latest_step(_: Place) -> int:
+    return CheckpointManager(RUN).latest() or 0
+
+
+@pytest.mark.parametrize("read", [restored_step, latest_step])
+def test_a_step_is_found_while_an_older_one_is_deleted(read: Reader) -> None:
+    """A manager deletes old steps in the background, and another process at any time."""
+    moments = states_of(lambda: shardstore.delete_checkpoint(f"{RUN}/step-1"), save_steps)
+    assert len(moments) > 5
+    for begun in range(0, len(moments) - 1, 3):
+        assert {found for found, _ in exchanges(read, moments, begun)} == {2}
 
 
 def save_by_dcp(version: int) -> None:
