@@ -673,13 +673,23 @@ def _candidates(
         NotACheckpointError: the wanted step does not exist.
         DamagedCheckpointError: every step is damaged.
     """
-    infos.update(steps.infos())
-    current, abandoned = branches(infos)
-    for step in [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]:
+    tried, is_gone, left = set[int](), True, list[int]()
+    while is_gone or left:
+        if is_gone:  # there may be newer ones
+            infos.clear()
+            infos.update(steps.infos())
+            current, abandoned = branches(infos)
+            order = [*reversed(current), *reversed(abandoned)] if wanted is None else [wanted]
+            left = [step for step in order if step not in tried]
+            if not left:
+                break
+        step = left.pop(0)
+        tried.add(step)
         with steps.using([step]):
             place = steps.place(step)
-            if step in infos and is_checkpoint(place):  # else it was deleted since it was listed
+            if step in infos and is_checkpoint(place):
                 yield step, check(place)
+        is_gone = step in infos and not is_checkpoint(place)  # since it was listed
     if damaged:
         texts = "; ".join(f"step {step}: {damaged[step]}" for step in list(damaged)[:SHOWN])
         raise errors.DamagedCheckpointError(

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from itertools import product
 from typing import Any, Literal
 
 from shardstore import errors
@@ -35,6 +34,8 @@ from shardstore.storage.stores.location import Location
 
 logger = logging.getLogger("shardstore.manager")
 
+TRIES = 5
+"""How often steps are listed until none is deleted meanwhile."""
 MARK = "checkpoint_manager"
 """Member of a checkpoint's content metadata: step, metrics and time of the save. A manager deletes
 only checkpoints that have it."""
@@ -155,33 +156,44 @@ class Steps:
             ArgumentError: the root is a checkpoint itself, without steps below it.
             StorageError: the root is a file, or the store failed.
         """
-        names = self.root.listing()
-        steps = [step for step in map(self.step_of, names) if step is not None]
-        found = sorted(step for step in steps if is_checkpoint(self.place(step)))
+        again = self.root.listing()
+        for _ in range(TRIES):
+            names = again
+            steps = [step for step in map(self.step_of, names) if step is not None]
+            found = sorted(step for step in steps if is_checkpoint(self.place(step)))
+            # A step may have been deleted since it was listed, and a newer one committed.
+            if len(found) == len(steps) or (again := self.root.listing()) == names:
+                break
         if not found:
             require_root(self.root, names, [self.place(n).name for n in sorted(steps)[::-1]])
         return found
 
     def infos(self) -> dict[int, StepInfo]:
-        """Return the description of each committed step, ascending, without those that were deleted
-        since they were listed. A commit is read again only if it changed.
+        """Return the description of each committed step, ascending. A commit is read again only if
+        it changed. If a step was deleted since it was listed, they are listed again.
 
         Raises:
             StorageError: the store failed.
         """
+        read = set[int]()
 
         def work(batch: Sequence[int]) -> None:
-            for step, _ in product(batch, range(2)):  # again, if another save replaced it
-                if step not in read:
-                    with suppress(ReplacedError):
-                        stamp = self.place(step).stamp("zarr.json")
-                        if step not in self._known or self._known[step][0] != stamp:
-                            self._known[step] = (stamp, self.info(step))
-                        read.add(step)
+            for step in batch:
+                with suppress(ReplacedError):
+                    stamp = self.place(step).stamp("zarr.json")
+                    if stamp is None and not is_checkpoint(self.place(step)):
+                        continue
+                    if step not in self._known or self._known[step][0] != stamp:
+                        self._known[step] = (stamp, self.info(step))
+                    read.add(step)
 
-        steps, read = self.committed(), set[int]()
-        run_batched(steps, work, threads=self.root.threads())
-        found = {step: self._known[step][1] for step in steps if step in read}
+        for _ in range(TRIES):
+            read.clear()
+            steps = self.committed()
+            run_batched(steps, work, threads=self.root.threads())
+            if len(read) == len(steps):
+                break
+        found = {step: self._known[step][1] for step in sorted(read)}
         self._last = max([self._last or 0, *(info.saved or 0 for info in found.values())])
         return found
 

@@ -251,6 +251,21 @@ def test_a_step_is_found_while_an_older_one_is_deleted(read: Reader) -> None:
         assert {found for found, _ in exchanges(read, moments, begun)} == {2}
 
 
+@pytest.mark.parametrize("read", [restored_step, latest_step])
+def test_a_newer_step_is_found_when_the_listed_ones_are_gone(read: Reader) -> None:
+    """As a run that keeps one step leaves it to another process. None would begin the run anew."""
+
+    def next_step() -> None:
+        CheckpointManager(RUN).save(3, state(3))
+        for step in (1, 2):
+            shardstore.delete_checkpoint(f"{RUN}/step-{step}")
+
+    moments = states_of(next_step, save_steps)
+    for begun in (0, len(moments) // 2, len(moments) - 6):
+        found = {found for found, _ in exchanges(read, moments, begun)}
+        assert 3 in found <= {2, 3}
+
+
 def save_by_dcp(version: int) -> None:
     shardstore.delete_checkpoint(PLACE)
     saved = {"step": version, "w0": torch.full((6, 8), 10.0 * version)}
