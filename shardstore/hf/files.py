@@ -223,6 +223,8 @@ class WeightFiles:
             document = folder.read(name, MAX_HEADER_BYTES)
         except FileNotFoundError:
             more = "; give the path of another file or index" if folder is place else ""
+            if more and has_listing(folder):  # it was listed
+                more = f", or not any more, or is a link to no file; load it again, or{more[1:]}"
             raise errors.NotACheckpointError(f"{path} does not exist{more}", url=path) from None
         try:
             index = msgspec.convert(json.loads(document, object_pairs_hook=_unique), _Index)

@@ -13,10 +13,11 @@ import contextlib
 import ctypes
 import errno
 import math
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -364,11 +365,14 @@ class _MappedFile:
     def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
         self._path = path
         with store_errors("reading", self._path):
-            self._fd = open_regular(self._path)
+            try:
+                self._fd = open_regular(self._path)
+            except FileNotFoundError:
+                raise FileNotFoundError(path) from None
         stack.callback(os.close, self._fd)
         self._size = os.fstat(self._fd).st_size
         # Mapped once: a mapping takes as long as reading 100 KiB.
-        self._mapped = lru_cache(lambda: np.memmap(self._path, np.uint8, "r"))
+        self._mapped = lru_cache(partial(mmap.mmap, self._fd, 0, access=mmap.ACCESS_READ))
 
     def read(self, slab: Slab) -> None:
         """Read a slab."""
@@ -377,7 +381,8 @@ class _MappedFile:
             raise EOFError(f"{self._path} ends at byte {self._size}")
         counters.add(bytes_read=out.nbytes)
         if out.nbytes < last - first:
-            out[...] = view_in_chunk(self._mapped()[first:last], out, shape)
+            own = np.frombuffer(self._mapped(), np.uint8, last - first, first)
+            out[...] = view_in_chunk(own, out, shape)
             return
         memory = as_bytes(out) if out.flags.c_contiguous else scratch(last - first)
         with store_errors("reading", self._path):

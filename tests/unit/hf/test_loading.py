@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,6 @@ from shardstore import hf
 from shardstore.convert import convert
 from shardstore.errors import (
     ArgumentError,
-    CheckpointingException,
     DamagedCheckpointError,
     DTypeMismatchError,
     KeyNameError,
@@ -452,6 +452,10 @@ def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
         hf.load(zeros(), place)
     other = tmp_path / "other"
     other.mkdir()
+    (other / "model.safetensors").symlink_to("absent")
+    with pytest.raises(NotACheckpointError, match=r"model\.safetensors .*a link to no file; load"):
+        hf.load(zeros(), other)
+    (other / "model.safetensors").unlink()
     (other / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(
         NotACheckpointError,
@@ -676,19 +680,22 @@ def test_hostile_indices_are_errors(place: Path, text: bytes) -> None:
         hf.load({"w": torch.zeros(4, 6)}, place)
 
 
-def test_a_file_cut_during_the_load_is_an_error(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [(lambda path: os.truncate(path, path.stat().st_size - 1), "ends"), (Path.unlink, "; load")],
+)
+def test_a_file_that_is_cut_or_removed_during_the_load_is_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], what: str
 ) -> None:
     opened = hf.loading.WeightFiles.open
 
-    def then_cut(location: Any) -> Any:
+    def then_changed(location: Any) -> Any:
         found = opened(location)
-        path = place / "model-1.safetensors"
-        path.write_bytes(path.read_bytes()[:-1])
+        change(place / "model-1.safetensors")
         return found
 
-    monkeypatch.setattr(hf.loading.WeightFiles, "open", then_cut)
-    with pytest.raises(CheckpointingException, match=r"changed while.*model-1\.safetensors ends"):
+    monkeypatch.setattr(hf.loading.WeightFiles, "open", then_changed)
+    with pytest.raises(DamagedCheckpointError, match=rf"changed.*model-1\.safetensors ?{what}"):
         hf.load(zeros(), place)
 
 
