@@ -297,7 +297,8 @@ def _fill(
     if kept and are_adopted(matched.wanted.found):
         text = (
             "%d given tensor(s) are not filled, such as %s: they are not dense, share memory, or "
-            "differ from the stored values in shape or data type; the result has the stored values"
+            "differ from the stored values in shape or data type (see cast=); the result has the "
+            "stored values"
         )
         logger.warning(text, len(kept), [dotted(path) for path in kept[:SHOWN]])
 

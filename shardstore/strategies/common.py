@@ -18,6 +18,7 @@ from typing import Any
 from shardstore import errors
 from shardstore.dict_utils import dict_list_map_outplace, nested_values
 from shardstore.distributed.coordinator import Ranks
+from shardstore.loading.plan import LEAVES_OUT
 from shardstore.loading.read import context_of
 from shardstore.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from shardstore.saving.session import session_of
@@ -237,10 +238,15 @@ def _missing_object(stored: StoredCheckpoint, sharded: ShardedObject) -> errors.
     for name_of in OBJECT_NAMES:
         stored.check_file(name_of(sharded), None)
     beside = [n for n in stored.location.listing(node_name(sharded.key)) if object_place(n)][:4]
-    hint = f"stored parts of this key: {beside}" if beside else "no part of this key is stored"
+    hint = f"no part of this key is stored.{LEAVES_OUT}"
+    if beside:
+        hint = (
+            f"stored parts of this key: {beside}. Sharded objects are loaded in the grid that they "
+            "were saved in: ask for these parts, by their offset and global shape, or leave the "
+            "key out of the state dict"
+        )
     return errors.MissingKeyError(
-        f"object {sharded.unique_key!r} is not in the checkpoint {url}; {hint}. Sharded "
-        "objects cannot be loaded under another sharding",
+        f"object {sharded.unique_key!r} is not in the checkpoint {url}; {hint}",
         key=sharded.key,
         url=url,
     )

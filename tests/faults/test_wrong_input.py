@@ -284,7 +284,9 @@ def objects_are_two_or_missing(rank: int, world_size: int, folder: Path) -> None
 def what_is_asked_for_is_not_what_is_stored(rank: int, world_size: int, folder: Path) -> None:
     place = folder / "c"
     stored = {"layers.0.weight": shard("layers.0.weight", rank), "one": shard("one", rank)}
-    shardstore.save(stored, place)
+    shardstore.save({**stored, "rng": ShardedObject("rng", 1, (world_size,), (rank,))}, place)
+    parts = [f"shard_{n}_{world_size}" for n in range(world_size)]
+    left = ["no part of this key is stored. strict='log_unexpected' leaves"]
 
     def one(data: torch.Tensor, *offsets: tuple[int, int, int]) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets("one", data, *offsets)
@@ -306,7 +308,8 @@ def what_is_asked_for_is_not_what_is_stored(rank: int, world_size: int, folder: 
         ),
         (one(torch.ones(2, 4), by_columns), ShapeMismatchError, [*shapes, "(2, 12)"]),
         (one(torch.ones(24)), ShapeMismatchError, [*shapes, "(24,)"]),
-        (ShardedObject("o", None, (1,), (0,)), MissingKeyError, ["o/shard_0_1", str(place)]),
+        (ShardedObject("o", None, (1,), (0,)), MissingKeyError, ["o/shard_0_1", str(place), *left]),
+        (ShardedObject("rng", None, (1,), (0,)), MissingKeyError, ["ask for these parts", *parts]),
     ]
     for asked, kind, words in cases:
         # Only rank 1 asks for what is not there.
