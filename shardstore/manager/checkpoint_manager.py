@@ -101,7 +101,8 @@ class Restored:
 
     Attributes:
         step: number of the step.
-        state: result of :func:`shardstore.load`.
+        state: result of :func:`shardstore.load`, without content metadata that only the manager
+            gave.
         url: URL of the checkpoint.
         damaged: newer, damaged steps that were skipped, newest first.
     """
@@ -568,6 +569,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         elif ranks.is_coordinator:
             there = {number: info for number, info in infos.items() if number not in damaged}
             steps.warn_of_later(there, chosen)
+        found = loaded[0] if isinstance(loaded, tuple) else loaded
+        if [*(found.get(CONTENT_METADATA_KEY) or ())] == [MARK]:  # no key that the save was given
+            del found[CONTENT_METADATA_KEY]
         return Restored(chosen, loaded, place.url, tuple(damaged))
 
     def export(

@@ -121,7 +121,6 @@ def manager_way(folder: Path, state: Callable[[], State]) -> tuple[Any, Any]:
     same_state, empty = manager.restore(state()), manager.restore({})
     assert same_state is not None
     assert empty is not None
-    same_state.state.pop("content_metadata")
     return same_state.state, empty.state
 
 

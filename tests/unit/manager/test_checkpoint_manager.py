@@ -44,6 +44,7 @@ def test_saved_steps_are_restored(place: tuple[str, dict[str, Any]]) -> None:
         found = restored(manager, state)
         assert (found.step, found.damaged, found.url) == (10, (), manager.url(10))
         assert found.state["iteration"] == 10
+        assert found.state.keys() == state_of(10).keys()  # a model takes no others
         assert data.eq(10).all()
         found = restored(manager, state, 2)
         assert found.step == 2
