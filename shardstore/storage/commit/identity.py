@@ -115,6 +115,8 @@ def instead(location: Location) -> str | None:
     try:
         if not location.is_file():
             return _folder(location)
+        if (above := location.parent()) is not None and above.exists(CONFIG_NAME):
+            return f"it is a file of a checkpoint: give its folder, {above.url}"
     except (CheckpointingException, OSError, NotImplementedError):
         return None
     if location.name.endswith(".safetensors"):

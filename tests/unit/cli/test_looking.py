@@ -259,7 +259,7 @@ WRONG = [
     (["ls", "PLACE", "--dept", "2"], "--dept"),
     (["ls", "PLACE", "--depth", "many"], "--depth"),
     (["ls", "/no/such/place"], "does not exist"),
-    (["ls", "PLACE/common.pt"], "a file of torch.save"),
+    (["ls", "PLACE/common.pt"], "a file of a checkpoint: give its folder, "),
     (["ls", "PLACE/.."], "give "),
     (["convert", "PLACE/..", "/no/such/place"], "give PLACE"),
     (["ls", "PLACE/hollow"], "it is an empty folder"),
