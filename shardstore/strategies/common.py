@@ -9,6 +9,7 @@ write the common values as JSON in the root document, see :mod:`shardstore.value
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -38,8 +39,12 @@ from shardstore.values import record
 from shardstore.values.torch_dump import dump_bytes, require_loadable
 from shardstore.values.torch_values import load_bytes
 
+logger = logging.getLogger(__name__)
+
 COMMON_STATE_FNAME = COMMON_STATE_NAME
 BACKEND, VERSION = "torch", 1
+LARGE_BYTES = 1024 * 1024 * 1024
+"""Size from which a warning says that tensors among the common values may be arrays."""
 ROUND_BYTES, ROUND_FILES = 64 * 1024 * 1024, 1024
 """Files of sharded objects that are in memory at a time."""
 
@@ -110,7 +115,14 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             return
         require_loadable(common_state_dict, "the common (non-sharded) state")
         write = Location.of(checkpoint_dir).write if session is None else session.files.put
-        write(COMMON_STATE_FNAME, dump_bytes(common_state_dict))
+        write(COMMON_STATE_FNAME, data := dump_bytes(common_state_dict))
+        if len(data) > LARGE_BYTES:
+            text = (
+                "%s: the common values are one file of %d bytes, which takes as much memory again "
+                "and one thread, in loads too; describe the tensors in them by "
+                "shardstore.shard(state_dict), to save them as arrays"
+            )
+            logger.warning(text, session.target.url if session else checkpoint_dir, len(data))
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
