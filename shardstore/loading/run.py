@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -25,7 +25,7 @@ import torch
 from shardstore import coverage, errors, validation
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.dict_utils import Path as StatePath
-from shardstore.dict_utils import dotted, leaves, shaped_like
+from shardstore.dict_utils import Position, dotted, leaves, shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import Adoption
@@ -238,7 +238,7 @@ def run_load(request: LoadRequest) -> Loaded:
             with torch.inference_mode():  # which also changes the tensors that it made
                 _fill(matched, opened.adoption.left, loaded, context)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
-        _tell_of_arrays(request, context, matched, loaded)
+        _tell_of_arrays(request, opened, matched, loaded)
     if ranks.is_coordinator:
         warn_of_dcp(location)
         url, size, seconds = location.url, meter.now.bytes_total, perf_counter() - started
@@ -304,27 +304,40 @@ def _fill(
 
 
 def _tell_of_arrays(
-    request: LoadRequest, context: LoadContext, matched: Matched, loaded: StateDict
+    request: LoadRequest, opened: OpenedLoad, matched: Matched, loaded: StateDict
 ) -> None:
     """Log a warning of stored arrays in whose places, or above or below them, the state dict has a
-    value that is no tensor, and the result has none."""
-    lost = set[str]()
-    for at, given in matched.wanted.others:
+    value that is no tensor, or a list of tensors that ends before, and the result has none."""
+    context, wanted, lost = opened.context, matched.wanted, set[str]()
+    for at, given in wanted.others:
         found = _at(loaded, at)
         is_list = isinstance(given, list) and isinstance(found, list) and len(found) >= len(given)
-        if found is _NOTHING or (isinstance(found, dict | list) and not is_list):
+        may_hide = found is _NOTHING or isinstance(at[-1], Position)
+        if may_hide or (isinstance(found, dict | list) and not is_list):
             lost.add(dotted(at))
+    tensors = [*(at for at, _ in wanted.shards), *opened.adoption.held]
+    lists = {dotted(at[:n]) for at in tensors for n, one in enumerate(at) if type(one) is Position}
     strict_tells = request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED
-    if strict_tells or not lost or not are_adopted(matched.wanted.found):  # else keys are no paths
-        return
+    if strict_tells or not (lost or lists) or not are_adopted(wanted.found):
+        return  # without adopted tensors, keys are no paths
+    others = (at for at, _ in wanted.others)
+    places = (*tensors, *opened.adoption.left, *wanted.empty, *others) if lists else ()
+    known = {name for at in places for name in _prefixes(dotted(at))}
     arrays: ShardedStateDict = {}
     with suppress(Exception):  # of a strategy of another program; the load has succeeded
         arrays = called(matched.for_tensors.load_tensors_metadata, context)
     below = {name for at in lost for name in _prefixes(at)}
-    if left := sorted(k for k in arrays if k in below or not lost.isdisjoint(_prefixes(k))):
+
+    def is_left(key: str) -> bool:
+        names = [*_prefixes(key)]
+        is_beyond = any(a in lists and b not in known for a, b in pairwise(names))
+        return is_beyond or key in below or not lost.isdisjoint(names)
+
+    if left := sorted(filter(is_left, arrays)):
         logger.warning(
             "%d array(s) of %s are not loaded, such as %s: the state dict of rank %d has a value "
-            "that is no tensor in their places; give a tensor of the stored shape there",
+            "that is no tensor in their places, or a list that ends before; give a tensor of the "
+            "stored shape there",
             len(left),
             context.stored.location.url,
             left[:SHOWN],

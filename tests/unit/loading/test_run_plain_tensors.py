@@ -64,7 +64,7 @@ def test_given_tensors_of_another_data_type_are_filled_if_they_may_be_cast(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = torch.zeros(2, dtype=torch.bfloat16)
-    given = {"w": whole, "inner": [torch.zeros(3)]}
+    given: Any = {"w": whole, "inner": [torch.zeros(3), {"b": torch.zeros(1)}]}
     found: Any = shardstore.load(given, place, cast=True)
     assert (whole.tolist(), given["inner"][0].tolist()) == ([1, 1], [0, 1, 2])
     assert found["w"].data_ptr() == whole.data_ptr()
@@ -200,8 +200,20 @@ def test_arrays_in_the_places_of_other_values_are_told(
         (torch.ones(2), [0.1, 0.2]),
         (torch.ones(2), {"m": None}),
         ([5, torch.ones(2)], [5, 6]),
+        ([torch.ones(2), {"m": torch.ones(1)}], [torch.zeros(2)]),
+        ([torch.ones(2), torch.ones(1), 5], [torch.zeros(2), None, 5]),
+        ([torch.ones(2), torch.ones(1), 5], [torch.zeros(2), 6, 5]),
     ],
-    ids=["tuple on list", "value on dict", "list on tensor", "dict on tensor", "at the end"],
+    ids=[
+        "tuple on list",
+        "value on dict",
+        "list on tensor",
+        "dict on tensor",
+        "at the end",
+        "a shorter list",
+        "none in a list",
+        "a number in a list",
+    ],
 )
 def test_arrays_above_and_below_other_values_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: Any, given: Any
