@@ -264,8 +264,7 @@ class StoredCheckpoint:
     def _listed_arrays(self, root: RootDocument | None) -> Iterator[ArrayMeta]:
         """Yield all arrays, each from its own document."""
         name = ".zarray" if root is None else "zarr.json"
-        entries = self.location.walk(strict=True)  # a folder left out would be an array left out
-        wanted = [entry for entry in entries if entry.endswith(f"/{name}")]
+        wanted = [entry for entry in self.location.walk() if entry.endswith(f"/{name}")]
         for entry, text in zip(wanted, self.location.read_many(wanted), strict=True):
             node = entry.rpartition("/")[0]
             if text is None:

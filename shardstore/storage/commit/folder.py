@@ -282,7 +282,7 @@ def _own_entries(place: Location) -> set[str]:
 
     Zarr arrays and groups of other programs in the same folder are left out.
     """
-    names = place.walk()
+    names = place.walk(strict=False)
     own = own_names(names, *known_nodes(place, names))
     return {name.partition("/")[0] for name in own} | {OWNER_NAME}.intersection(names)
 

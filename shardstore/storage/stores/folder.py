@@ -194,7 +194,7 @@ class LocalFolder(Location):
             return sorted(os.listdir(path))
         return []
 
-    def walk(self, name: str = "", *, strict: bool = False) -> list[str]:
+    def walk(self, name: str = "", *, strict: bool = True) -> list[str]:
         """See :meth:`Location.walk`."""
         top = os.path.join(self.url, "")
 
@@ -208,7 +208,9 @@ class LocalFolder(Location):
 
     def walk_all(self) -> list[str]:
         """See :meth:`Location.walk_all`."""
-        return [name for entry in self.listing() for name in self.walk(entry) or [entry]]
+        return [
+            name for entry in self.listing() for name in self.walk(entry, strict=False) or [entry]
+        ]
 
     def is_within(self, other: Location) -> bool:
         """See :meth:`Location.is_within`."""

@@ -385,13 +385,13 @@ class Location(ABC):
         """
 
     @abstractmethod
-    def walk(self, name: str = "", *, strict: bool = False) -> list[str]:
+    def walk(self, name: str = "", *, strict: bool = True) -> list[str]:
         """Return the names of all files below a folder. Symbolic links to folders are not
-        followed. Folders that cannot be read are left out, or are errors if ``strict``."""
+        followed. Folders that cannot be read are errors; unless ``strict``, they are left out."""
 
     def walk_all(self) -> list[str]:
         """Return the names of all files below this location, also behind the links directly in
-        it, and of empty folders."""
+        it, and of folders that are empty or cannot be read."""
         return self.walk()
 
     @abstractmethod

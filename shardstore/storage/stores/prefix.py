@@ -125,7 +125,7 @@ class ObjectPrefix(Location):
         """See :meth:`Location.listing`."""
         return self.remote.listing(name)
 
-    def walk(self, name: str = "", *, strict: bool = False) -> list[str]:
+    def walk(self, name: str = "", *, strict: bool = True) -> list[str]:
         """See :meth:`Location.walk`."""
         return self.remote.walk(name)
 

@@ -284,6 +284,16 @@ def test_an_array_whose_folder_cannot_be_read_is_not_left_out(
     assert sorted(shardstore.open(place)) == ["v", "w"]
 
 
+def test_an_object_whose_folder_cannot_be_read_is_not_missing(tmp_path: Path) -> None:
+    place = folder_for_all(tmp_path / "all", 0o755) / "z"
+    shardstore.save({"o": ShardedObject("o", [1], (1,), (0,))}, place)
+    place.chmod(0o755)
+    (place / "o").chmod(0o000)
+    with another_user(), pytest.raises(StorageError, match=r"/o failed: Permission denied"):
+        _ = shardstore.open(place).objects["o/shard_0_1"]
+    (place / "o").chmod(0o755)
+
+
 def test_without_documents_of_the_arrays(tmp_path: Path) -> None:
     array = shardstore.open(saved(tmp_path / "a", array_documents=False))["decoder.fc1.weight"]
     assert array.zarr[29, 19] == array.tensorstore[29, 19].read().result() == array[-1, -1] == 599
