@@ -429,8 +429,12 @@ def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
         convert(tmp_path / "m.safetensors", tmp_path / "c")
     convert(tmp_path / "m.safetensors", tmp_path / "c", overwrite=True)
     assert tensors_of(tmp_path / "c")["t"].tolist() == [1, 1, 1]
+    before = sorted(os.listdir(tmp_path))
     with pytest.raises(CheckpointExistsError):
         convert(tmp_path / "c", tmp_path / "m.safetensors")
+    assert sorted(os.listdir(tmp_path)) == before  # no work was begun
+    (tmp_path / "empty").mkdir()
+    convert(tmp_path / "c", tmp_path / "empty", target_format="dcp")
 
 
 def file_of(header: object, size: int) -> bytes:

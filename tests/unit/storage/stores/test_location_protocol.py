@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import uuid
 from functools import partial
@@ -43,6 +44,7 @@ def test_what_was_written_is_read(place: Location) -> None:
         place.read("a/b")
     place.write("a/b", b"0123456789")
     assert place.read("a/b") == b"0123456789"
+    assert place.read_if_there("a") is None
     assert place.read_range("a/b", 3, 5) == b"34"
     assert place.read_range("a/b", 8, 20) == b"89"
     with pytest.raises(DamagedCheckpointError, match="more than 4 bytes"):
@@ -112,6 +114,7 @@ def test_a_place_is_inside_of_itself_and_those_above(place: Location) -> None:
     place.write("w/c.0", b"x")
     assert place.is_within(place)
     assert place.child("w").is_within(place)
+    assert place.child("none", "new").is_within(place)
     assert not place.is_within(place.child("w"))
     assert not place.child("w2").is_within(place.child("w"))
 
@@ -150,11 +153,14 @@ def test_errors_of_a_disk_are_damage_and_those_of_a_store_not(place: Location) -
     assert place.is_damage(ValueError("wrong bytes"))
 
 
-def test_a_file_system_without_a_sync_of_folders() -> None:
+def test_a_file_system_without_a_sync_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc has none, as some network file systems. For a file it is an error."""
     fsync("/proc")
     with pytest.raises(OSError, match="Invalid argument"):
         fsync("/proc/self/status")
+    monkeypatch.setattr(os, "fsync", lambda _: os.readlink("/dev/null/x"))
+    with pytest.raises(NotADirectoryError):  # any other error of the disk, of a folder too
+        fsync("/proc")
 
 
 class Whole(Quiet, SimpleHTTPRequestHandler):
