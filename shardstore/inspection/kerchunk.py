@@ -27,7 +27,7 @@ def references(location: Location, arrays: Iterable[ArrayMeta]) -> dict[str, Any
     texts: dict[str, str] = {}
     chunks: dict[str, list[Any]] = {}
     for array in arrays:
-        texts[array.node] = array.document.decode() if array.document else array_document(array)
+        texts[array.node] = array_document(array)
         for number in range(array.grid.size if array.constant is None else 0):
             name = array.chunk_name(array.grid.index_at(number))
             chunks[name] = [f"{location.url}/{name}"]

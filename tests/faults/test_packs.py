@@ -153,6 +153,14 @@ def test_a_document_that_lies_about_packs_is_an_error(
     assert run(["verify", str(place)]) == 1
 
 
+def test_a_compressed_chunk_is_no_larger_than_a_compressor_makes_it(tmp_path: Path) -> None:
+    shardstore.save(shardstore.shard(STATE), tmp_path, pack=True, compression="zstd")
+    lie = LIES["a place of gigabytes"]
+    rewrite(tmp_path, lambda root: lie(about(root)["packs"]), sign=True)
+    with pytest.raises(ChunkCorruptError, match="has 2147483647 bytes, not 5 to 4128"):
+        shardstore.load(empty(STATE), tmp_path)
+
+
 def test_a_pack_stays_while_one_array_needs_it(place: Path) -> None:
     strategy = ZarrLoadShardedStrategy()
     strategy.remove_sharded_tensors(str(place), "layer.")

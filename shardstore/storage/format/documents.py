@@ -127,9 +127,6 @@ class ArrayMeta:
 
     def expected_size(self, number: int) -> int | None:
         """Return the size of a compressed chunk from the commit, as :meth:`expected_crc`."""
-        if self.places is not None:
-            place = self.places.of(number)
-            return place.last - place.first
         if self.sizes is None:
             return None
         return int.from_bytes(self.sizes[4 * number : 4 * number + 4], "little")

@@ -258,8 +258,9 @@ def test_strange_data_types_and_codecs() -> None:
         assert parsed.codecs is None
         assert not parsed.is_plain
         assert not parsed.has_crc
-    slash = {"name": "default", "configuration": {"separator": "/"}}
-    assert parsed_array("a", document | {"chunk_key_encoding": slash}).separator == "/"
+    for more in ({"configuration": {"separator": "/"}}, {}):
+        slash = {"chunk_key_encoding": {"name": "default", **more}}
+        assert parsed_array("a", document | slash).separator == "/"
 
 
 @pytest.mark.parametrize(
