@@ -24,12 +24,7 @@ import shardstore
 from shardstore import async_handle
 from shardstore.dcp import StorageReader
 from shardstore.distributed import coordinator as ranks
-from shardstore.errors import (
-    CheckpointingException,
-    RanksError,
-    SaveInProgressError,
-    StorageError,
-)
+from shardstore.errors import CheckpointingException, RanksError, SaveInProgressError, StorageError
 from shardstore.mapping import ShardedStateDict, ShardedTensor
 from shardstore.storage.commit.folder import FolderAttempt
 from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest

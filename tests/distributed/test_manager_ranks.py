@@ -172,11 +172,7 @@ def each_rank_sees_its_own_progress(rank: int, world_size: int, folder: Path) ->
     for share in ("never", "always"):
         events.clear()
         shardstore.load(
-            state,
-            folder / "c",
-            replica_group=group,
-            share_replicas=share,
-            progress=events.append,
+            state, folder / "c", replica_group=group, share_replicas=share, progress=events.append
         )
         last = events[-1]
         assert last.phase == "done"

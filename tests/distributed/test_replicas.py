@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardstore
-from shardstore.errors import (
-    AccessPatternError,
-    ArgumentError,
-    StorageError,
-)
+from shardstore.errors import AccessPatternError, ArgumentError, StorageError
 from shardstore.exchange_utils import distribute_shards_to_ranks
 from shardstore.loading import read
 from shardstore.loading.replicas import read_group

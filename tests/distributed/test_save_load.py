@@ -23,10 +23,7 @@ from shardstore.errors import (
     NotACheckpointError,
     RanksError,
 )
-from shardstore.mapping import (
-    ShardedObject,
-    ShardedTensor,
-)
+from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.serialization import load_sharded_metadata
 from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.fully_parallel import (
@@ -88,10 +85,7 @@ def comparison_can_be_told_what_to_leave_out(rank: int, world_size: int, folder:
     assert texts == []
     assert shardstore.load(
         {}, folder / "c", strict="ignore_all", validate_access_integrity=False
-    ) == {
-        "rank": 0,
-        "step": 1,
-    }
+    ) == {"rank": 0, "step": 1}
 
 
 def clean_save_and_load_log_nothing(rank: int, world_size: int, folder: Path) -> None:

@@ -80,11 +80,7 @@ def any_staging_budget_saves_every_piece(rank: int, folder: Path) -> None:
     ):
         state = halves(rank, 20, *SMALL_SHAPE)
         handle = shardstore.async_save(
-            state,
-            folder / f"{number}",
-            SMALL,
-            staging_budget_bytes=budget,
-            overlap_staging=overlap,
+            state, folder / f"{number}", SMALL, staging_budget_bytes=budget, overlap_staging=overlap
         )
         assert handle.wait_staged(60)
         for tensor in state.values():

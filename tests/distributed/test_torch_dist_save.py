@@ -272,9 +272,7 @@ def test_another_version_of_the_format_is_refused() -> None:
         TorchDistSaveShardedStrategy("torch_dist", 2)
 
 
-def test_removing_tensors_without_their_own_files_warns_with_the_remedy(
-    tmp_path: Path,
-) -> None:
+def test_removing_tensors_without_their_own_files_warns_with_the_remedy(tmp_path: Path) -> None:
     shardstore.save(sharded(w=torch.ones(3)), tmp_path / "c", FORMAT)
     with pytest.warns(UserWarning, match=r"unchanged.*separation_hint='w'.*convert"):
         shardstore.remove_sharded_tensors(tmp_path / "c", "w")

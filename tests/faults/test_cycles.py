@@ -18,12 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardstore import (
-    CheckpointingException,
-    CheckpointManager,
-    ShardedTensor,
-    delete_checkpoint,
-)
+from shardstore import CheckpointingException, CheckpointManager, ShardedTensor, delete_checkpoint
 from tests.helpers.ranks_helper import run_ranks
 
 WORLD = 4

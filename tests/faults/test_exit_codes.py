@@ -45,14 +45,7 @@ print("the end of the program")
 if mode == "raises":
     raise SystemExit(3)
 """
-CODES = {
-    "fails": 1,
-    "raises": 1,
-    "seen": 0,
-    "seen by a hook": 0,
-    "another": 0,
-    "managed": 1,
-}
+CODES = {"fails": 1, "raises": 1, "seen": 0, "seen by a hook": 0, "another": 0, "managed": 1}
 
 
 @pytest.mark.parametrize("mode", CODES)

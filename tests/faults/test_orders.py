@@ -24,11 +24,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from shardstore.errors import (
-    CheckpointingException,
-    DamagedCheckpointError,
-    NotACheckpointError,
-)
+from shardstore.errors import CheckpointingException, DamagedCheckpointError, NotACheckpointError
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
 from shardstore.storage.commit import checkpoints, folder
 from shardstore.storage.commit import objects as object_commit

@@ -17,11 +17,7 @@ import torch
 import shardstore
 from shardstore import CheckpointManager
 from shardstore.dcp.files import DcpFiles
-from shardstore.errors import (
-    DamagedCheckpointError,
-    FormatVersionError,
-    StorageError,
-)
+from shardstore.errors import DamagedCheckpointError, FormatVersionError, StorageError
 from shardstore.storage.commit.checkpoints import delete_checkpoint, sweep
 from shardstore.storage.commit.folder import _machine, delete
 from shardstore.storage.stores.location import Location
@@ -102,10 +98,7 @@ def test_a_name_in_the_root_touches_nothing_outside(
         members(root)[name] = {**members(root).pop("model"), "node_type": kind}
 
     rewrite(saved, rename, sign=True)
-    for attempt in (
-        lambda: remove(saved, ""),
-        lambda: shardstore.load_plain_tensors(str(saved)),
-    ):
+    for attempt in (lambda: remove(saved, ""), lambda: shardstore.load_plain_tensors(str(saved))):
         with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
             attempt()
     assert content(precious) == before

@@ -106,12 +106,7 @@ SLICES = "key 'w' of shape .* give a list of slices"
 DEVICES = ["nowhere", "cpu:x", "cuda:99", 1.5]
 WRONG: list[tuple[Functions, str, list[Any], str]] = [
     (SAVES, "compression", ["lz9"], "compression={} must be 'zstd', 'blosc' or None"),
-    (
-        SAVES,
-        "options",
-        [{"durable": False}],
-        "a shardstore.SaveOptions, such as .* or None",
-    ),
+    (SAVES, "options", [{"durable": False}], "a shardstore.SaveOptions, such as .* or None"),
     (SAVES[1:2], "when_busy", ["panic"], "when_busy={} must be 'wait' or"),
     (SAVES[1:2], "at_exit", ["explode"], "at_exit={} must be 'wait' or"),
     (SAVES[:1], "async_strategy", ["gloo"], "{} must be 'mcore', 'nvrx'"),

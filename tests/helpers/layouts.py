@@ -153,11 +153,7 @@ def expected_part(whole: torch.Tensor, piece: Piece, prepended: int) -> torch.Te
 
 
 def sharded(
-    key: str,
-    whole: torch.Tensor,
-    layout: Layout,
-    piece: Piece,
-    data: torch.Tensor | None,
+    key: str, whole: torch.Tensor, layout: Layout, piece: Piece, data: torch.Tensor | None
 ) -> ShardedTensor:
     """A piece as the public type describes it."""
     return ShardedTensor(

@@ -86,10 +86,7 @@ class Run:
     @classmethod
     def new(cls, server: S3Server, direct: S3Server, **options: Any) -> Run:
         # Retries enough for one fault.
-        config = {
-            "s3": {"addressing_style": "path"},
-            "retries": {"total_max_attempts": 2},
-        }
+        config = {"s3": {"addressing_style": "path"}, "retries": {"total_max_attempts": 2}}
         return cls(
             server,
             direct,

@@ -143,8 +143,7 @@ def test_every_flip_fails_the_checksum_or_changes_nothing(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "count"),
-    [(load, 80), (load_all, 80), (look, 60), (stats, 40), (convert_it, 12)],
+    ("read", "count"), [(load, 80), (load_all, 80), (look, 60), (stats, 40), (convert_it, 12)]
 )
 def test_every_reader_meets_it(saved: Path, read: Callable[[Path], Any], count: int) -> None:
     pristine = read(saved)

@@ -137,8 +137,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(cases())
 def test_any_layout_from_any_layout_within_any_memory(case: Case) -> None:

@@ -18,12 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import shardstore
 from shardstore import CheckpointManager, ShardedObject, ShardedTensor

@@ -42,9 +42,7 @@ from tests.helpers.layouts import DTYPES
 assert zarr_dtypes is not None  # teaches zarr bfloat16 and float8
 
 RANK = 7
-RELAXED = settings(
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+RELAXED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 Written = dict[tuple[int, ...], ChunkRecord]
 
@@ -401,12 +399,7 @@ def with_tensorstore(place: Location) -> Read:
 
 
 def read_with(
-    read: Read,
-    meta: ArrayMeta,
-    box: Box,
-    manifest: Manifest | None,
-    *,
-    turned: bool = False,
+    read: Read, meta: ArrayMeta, box: Box, manifest: Manifest | None, *, turned: bool = False
 ) -> NDArray[Any]:
     out = np.zeros(box.shape, np.float32)
     if turned:

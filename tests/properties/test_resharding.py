@@ -111,8 +111,7 @@ def cases(draw: st.DrawFn) -> tuple[Shape, torch.dtype, int, int, random.Random]
 
 
 @settings(
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(cases())
 def test_any_layout_loads_from_any_layout(

@@ -13,11 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import shardstore
 from shardstore.convert import convert
-from shardstore.errors import (
-    CheckpointExistsError,
-    CheckpointingException,
-    NotACheckpointError,
-)
+from shardstore.errors import CheckpointExistsError, CheckpointingException, NotACheckpointError
 from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server

@@ -58,10 +58,7 @@ def _main(rank: int, folder: str, run: Run, step: int, background: bool) -> None
 
 @pytest.mark.parametrize(
     ("step", "victim", "path", "background"),
-    [
-        (2, 1, r"/o/shard_1_2\.pt$", True),
-        (3, 0, r"/step-3/zarr\.json$", False),
-    ],
+    [(2, 1, r"/o/shard_1_2\.pt$", True), (3, 0, r"/step-3/zarr\.json$", False)],
     ids=["its own object", "the commit"],
 )
 def test_a_killed_rank_leaves_nothing_half(

@@ -17,11 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
 from shardstore.dcp import StorageReader, StorageWriter
-from shardstore.errors import (
-    DamagedCheckpointError,
-    NotACheckpointError,
-    StorageError,
-)
+from shardstore.errors import DamagedCheckpointError, NotACheckpointError, StorageError
 from shardstore.inspection.values import compare
 from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.commit import publish

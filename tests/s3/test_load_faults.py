@@ -10,9 +10,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor
-from shardstore.errors import (
-    StorageError,
-)
+from shardstore.errors import StorageError
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run, requests_of, state

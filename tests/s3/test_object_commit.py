@@ -19,11 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstore
 from shardstore import delete_checkpoint, sweep
-from shardstore.errors import (
-    CheckpointExistsError,
-    DamagedCheckpointError,
-    StorageError,
-)
+from shardstore.errors import CheckpointExistsError, DamagedCheckpointError, StorageError
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.commit.identity import ATTEMPTS, is_committed
 from shardstore.storage.commit.inventory import numbers
@@ -190,10 +186,7 @@ class Unanswered(BaseException):
 
 
 def _given_up(
-    place: Location,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    **options: bool,
+    place: Location, monkeypatch: pytest.MonkeyPatch, error: BaseException, **options: bool
 ) -> Callable[[], bool]:
     """A save of 1.0 whose deciding PUT is given up; what carries it out afterwards, and whether the
     store then took it."""

@@ -15,11 +15,7 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor, delete_checkpoint, sweep
-from shardstore.errors import (
-    AccessPatternError,
-    NotACheckpointError,
-    StorageError,
-)
+from shardstore.errors import AccessPatternError, NotACheckpointError, StorageError
 from shardstore.storage.commit import inventory as own_objects
 from shardstore.storage.commit import objects as object_commit
 from shardstore.storage.commit.identity import ATTEMPTS, is_committed

@@ -13,11 +13,7 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.errors import (
-    ChunkCorruptError,
-    ChunkMissingError,
-    StorageError,
-)
+from shardstore.errors import ChunkCorruptError, ChunkMissingError, StorageError
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import RegionRead

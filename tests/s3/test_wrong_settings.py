@@ -330,10 +330,7 @@ def test_the_environment_alone_suffices(
     for name in any_s3_server.environment:
         monkeypatch.delenv(name)
     use_profile(
-        tmp_path,
-        monkeypatch,
-        region=any_s3_server.region,
-        endpoint_url=any_s3_server.endpoint_url,
+        tmp_path, monkeypatch, region=any_s3_server.region, endpoint_url=any_s3_server.endpoint_url
     )
     (tmp_path / "credentials").write_text(
         f"[of-the-test]\naws_access_key_id = {any_s3_server.key}\n"

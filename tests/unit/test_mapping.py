@@ -87,8 +87,7 @@ def test_empty_shard() -> None:
 
 
 @pytest.mark.parametrize(
-    "offset",
-    [(-1, 0, 5), (2, 0, 5), (0, -1, 5), (0, 5, 5), (0, 0, 0), (0, 0, -1), (0, 0), None],
+    "offset", [(-1, 0, 5), (2, 0, 5), (0, -1, 5), (0, 5, 5), (0, 0, 0), (0, 0, -1), (0, 0), None]
 )
 def test_impossible_rank_offsets(offset: Any) -> None:
     with pytest.raises(CheckpointingException, match="weight") as caught:
@@ -320,11 +319,7 @@ def test_narrow_of_a_range_without_data() -> None:
     assert (part.data, part.flattened_range) == (None, slice(0, 6))
 
 
-@given(
-    rows=st.integers(1, 5),
-    columns=st.integers(1, 4),
-    data=st.data(),
-)
+@given(rows=st.integers(1, 5), columns=st.integers(1, 4), data=st.data())
 def test_flat_narrow_keeps_what_rows_and_range_share(
     rows: int, columns: int, data: st.DataObject
 ) -> None:

@@ -49,10 +49,7 @@ def test_rows_beyond_31_bits_are_read(place: Path) -> None:
 def test_a_range_across_31_bits_is_read(place: Path) -> None:
     bounds = slice(EDGE - 100_000, EDGE + 70_001)
     part = ShardedTensor.from_rank_offsets_flat(
-        "w",
-        torch.ones(170_001, dtype=torch.uint8),
-        (ROWS, COLUMNS),
-        flattened_range=bounds,
+        "w", torch.ones(170_001, dtype=torch.uint8), (ROWS, COLUMNS), flattened_range=bounds
     )
     loaded = shardstore.load({"w": part}, place, validate_access_integrity=False)
     assert isinstance(loaded, dict)

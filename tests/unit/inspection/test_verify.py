@@ -154,11 +154,7 @@ DAMAGE: dict[str, tuple[str, set[str], Callable[[Path], object]]] = {
     "no chunk": ("in/folder", {"chunk-missing"}, lambda f: chunk_of(f).unlink()),
     "a folder for a chunk": ("line", {"chunk-unreadable"}, to_folder),
     "a file too many": ("point", {"foreign"}, lambda f: (f / "x").write_bytes(b"")),
-    "another name": (
-        "square",
-        {"foreign", "chunk-missing"},
-        lambda f: chunk_of(f).rename(f / "d"),
-    ),
+    "another name": ("square", {"foreign", "chunk-missing"}, lambda f: chunk_of(f).rename(f / "d")),
     "a bit of the document": ("müller", {"document-damaged"}, lambda f: flip(f / "zarr.json", 0)),
     "a word of the document": ("line", {"document-differs"}, lambda f: flip(f / "zarr.json", 20)),
     "no document": ("in/folder", {"document-missing"}, lambda f: (f / "zarr.json").unlink()),

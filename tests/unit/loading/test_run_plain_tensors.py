@@ -40,12 +40,7 @@ def test_given_tensors_are_filled_in_place(place: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [
-        torch.zeros(3),
-        torch.zeros(2).double(),
-        torch.zeros(1).expand(2),
-        torch.zeros(2).to_sparse(),
-    ],
+    [torch.zeros(3), torch.zeros(2).double(), torch.zeros(1).expand(2), torch.zeros(2).to_sparse()],
 )
 def test_a_given_tensor_that_does_not_fit_is_left_and_named_and_the_stored_one_returned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: torch.Tensor

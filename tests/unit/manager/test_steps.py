@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 
 import shardstore
 from shardstore import CheckpointManager, latest
-from shardstore.errors import (
-    CheckpointExistsError,
-    NotACheckpointError,
-    StorageError,
-)
+from shardstore.errors import CheckpointExistsError, NotACheckpointError, StorageError
 from shardstore.manager.steps import Retention, StepInfo, branches
 from tests.helpers.managed import restored, state_of, wanted, warnings_of
 from tests.helpers.users import another_user, folder_for_all

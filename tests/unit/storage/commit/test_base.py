@@ -161,10 +161,7 @@ def test_a_damaged_base_is_one_warning(
 
 @pytest.mark.parametrize(("compression", "later"), [(None, False), ("zstd", True)])
 def test_a_flipped_bit_is_found_where_it_is_asked_for(
-    tmp_path: Path,
-    compression: str | None,
-    later: bool,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, compression: str | None, later: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = {"w": torch.arange(CHUNK, dtype=torch.float32).reshape(4, -1), "v": torch.ones(3)}
     save(tensors, tmp_path / "a", compression=compression, durable=False)

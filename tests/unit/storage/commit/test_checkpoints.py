@@ -19,10 +19,7 @@ from shardstore.storage.commit.checkpoints import CheckpointStorage, delete_chec
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.remote import RemoteStore
-from shardstore.strategies.zarr import (
-    ZarrSaveShardedStrategy,
-    load_zarr_based_sharded_metadata,
-)
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy, load_zarr_based_sharded_metadata
 from testing.s3_servers import S3Server
 from tests.helpers.verification import findings
 
