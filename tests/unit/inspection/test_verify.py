@@ -1,8 +1,10 @@
-"""Verification of checkpoints that are damaged in every way: everything is found, and named."""
+"""Verification: damage of every kind is found and named, and all that is done is logged."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +17,15 @@ import torch.distributed.checkpoint as dcp
 import zarr
 
 import shardstore
+from shardstore.convert import convert
 from shardstore.dcp import StorageWriter
 from shardstore.errors import DamagedCheckpointError
-from shardstore.inspection.verify import Finding
-from shardstore.progress import Progress
+from shardstore.inspection.verify import Finding, verify
+from shardstore.progress import EVENTS, Progress
 from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
-from tests.helpers.cli_checkpoints import Cli, flip
+from tests.helpers.cli_checkpoints import Cli, flip, values
 from tests.helpers.verification import findings, verified
 
 
@@ -404,3 +407,45 @@ def test_the_command_prints_findings_and_sets_the_exit_code(place: Path, cli: Cl
     assert "no key matches" in cli.refused("verify", place, "nothing")
     (place / "zarr.json").write_text("{")
     assert cli("verify", place).code == 1
+
+
+ROOT = Path(__file__).parents[3]
+TOLD = re.compile(r'(?:log_event\(\s*\w+,|(?:steps|self)\.log\()\s*"(\w+)"')
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if hasattr(record, "event")]
+
+
+def test_events_are_listed() -> None:
+    sources = (file.read_text() for file in (ROOT / "shardstore").rglob("*.py"))
+    told = {event for source in sources for event in TOLD.findall(source)}
+    assert told == set(EVENTS)
+
+
+def test_a_verification_is_logged(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip(place / "counts" / "c.0")
+    caplog.set_level(logging.INFO, "shardstore")
+    result = verify(StoredCheckpoint(Location.of(place)), lambda finding: None)
+    begin, end = events(caplog)
+    assert (begin.event, begin.url) == ("verify_begin", str(place))
+    assert (end.event, end.url, end.damage, end.notes) == ("verify", str(place), 1, 0)
+    assert (end.arrays, end.chunks, end.bytes) == (result.arrays, result.chunks, result.bytes)
+    assert end.seconds >= 0
+    assert end.bytes_per_second > 0
+
+
+def test_a_conversion_is_logged(
+    pristine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shardstore")
+    target = tmp_path / "m.safetensors"
+    convert(pristine, target)
+    begin, end = events(caplog)
+    assert (begin.event, end.event) == ("convert_begin", "convert")
+    for record in (begin, end):
+        assert (record.url, record.source) == (str(target), str(pristine))
+        assert (record.source_format, record.target_format) == ("shardstore", "safetensors")
+    size = sum(value.nbytes for value in values().values())
+    assert (end.tensors, end.bytes, end.resumed_bytes) == (len(values()), size, 0)
+    assert end.verified is True

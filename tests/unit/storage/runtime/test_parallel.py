@@ -1,14 +1,21 @@
-"""Threads: a rank's share of the processors that the ranks of a machine have together; errors."""
+"""Threads: a rank's share of a machine's processors, and errors; pauses of garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from shardstore.storage.runtime.parallel import default_threads, run_together
+import shardstore
+from shardstore import hf
+from shardstore.storage.runtime.parallel import collector_paused, default_threads, run_together
 
 
 @pytest.mark.parametrize(
@@ -58,3 +65,53 @@ def test_an_interrupt_comes_before_the_errors_of_other_threads() -> None:
     for jobs in ((fails, is_interrupted), (is_interrupted, fails)):
         with pytest.raises(KeyboardInterrupt):
             run_together(*jobs)
+
+
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """Generations of the automatic collections since the test began."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+def made(count: int) -> list[Any]:
+    return [[i] for i in range(count)]
+
+
+def test_no_collection_runs_within(collections: list[int]) -> None:
+    with collector_paused(), collector_paused():
+        assert not gc.isenabled()
+        made(10_000)
+        assert not collections
+    assert gc.isenabled()
+    made(10_000)
+    assert collections, "the collector is at work again"
+
+
+@pytest.mark.parametrize("save", [shardstore.save, hf.save])
+def test_a_save_of_many_tensors_collects_little(
+    collections: list[int], tmp_path: Path, save: Callable[..., object]
+) -> None:
+    state = {f"w{number}": torch.ones(1) for number in range(3000)}
+    save(state, tmp_path / "first")  # which imports modules
+    collections.clear()
+    save(state, tmp_path / "c")
+    assert len(collections) <= 2
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

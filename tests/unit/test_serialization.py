@@ -1,4 +1,4 @@
-"""Places that `save` and `load` take, and keys that cannot live together."""
+"""Saves and loads by the public functions: their places, options and imports, many elements."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import zarr
 
 import shardstore
-from shardstore import ShardedTensor, serialization
+from shardstore import CheckpointManager, SaveOptions, ShardedTensor, serialization
 from shardstore.errors import (
     AccessPatternError,
     ArgumentError,
@@ -24,6 +29,8 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.storage.stores.location import Location
+from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.processes import run_to_end
 
 
 def _state(value: float = 1.0) -> dict[str, object]:
@@ -177,3 +184,128 @@ def test_a_pending_save_does_not_keep_the_state(tmp_path: Path) -> None:
     assert tensor() is None
     request.execute_sync()
     assert list(shardstore.load_tensors_metadata(tmp_path / "a")) == ["w"]
+
+
+OPTIONS = SaveOptions(target_chunk_bytes=1024, compression="zstd", durable=False)
+
+
+def whole_state(**more: Any) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(64, 64), **more)}
+
+
+def chunks_and_codecs(place: Path) -> tuple[Any, Any]:
+    meta = shardstore.open(place).metas["w"]
+    return meta.grid.chunk_shape, meta.codecs
+
+
+def test_options_are_taken_whole_and_keywords_replace_them(tmp_path: Path) -> None:
+    shardstore.save(whole_state(), tmp_path / "a", options=OPTIONS)
+    assert chunks_and_codecs(tmp_path / "a") == ((4, 64), ("zstd", "crc32c"))
+    shardstore.save(
+        whole_state(), tmp_path / "a", options=OPTIONS, overwrite=True, compression=None
+    )
+    assert chunks_and_codecs(tmp_path / "a") == ((4, 64), ("crc32c",))
+    shardstore.async_save(whole_state(), tmp_path / "b", options=OPTIONS).wait()
+    assert chunks_and_codecs(tmp_path / "b") == ((4, 64), ("zstd", "crc32c"))
+    strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=2048)
+    shardstore.save(whole_state(), tmp_path / "c", strategy, options=OPTIONS)
+    assert chunks_and_codecs(tmp_path / "c") == ((8, 64), ("zstd", "crc32c"))
+    shardstore.save(whole_state(), tmp_path / "d")
+    assert chunks_and_codecs(tmp_path / "d") == ((64, 64), ("crc32c",))
+
+
+def test_either_the_option_or_the_argument_leaves_a_check_out(tmp_path: Path) -> None:
+    unchecked = SaveOptions(validate_access_integrity=False)
+    with pytest.raises(AccessPatternError):
+        shardstore.save(whole_state(replica_id=1), tmp_path / "a", options=OPTIONS)
+    shardstore.save(whole_state(replica_id=1), tmp_path / "b", options=unchecked)
+    shardstore.save(whole_state(replica_id=1), tmp_path / "c", None, None, False, options=OPTIONS)
+
+
+def test_a_manager_keeps_the_base_of_the_options(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_last=1) as manager:
+        manager.save(1, whole_state())
+        options = SaveOptions(base=tmp_path / "step-1", durable=False)
+        record = manager.save(2, whole_state(), options=options)
+    assert record["reused_bytes"] > 0
+
+
+PROGRAM = """
+import json, sys
+import torch, torch.distributed
+before = set(sys.modules)
+import shardstore
+
+def state():
+    return {
+        "w": shardstore.ShardedTensor.from_rank_offsets("w", torch.ones(64, 8).bfloat16()),
+        "o": shardstore.ShardedObject("o", {"a": 1}, (1,), (0,)),
+        "step": 3,
+    }
+
+shardstore.save(state(), sys.argv[1])
+shardstore.async_save(state(), sys.argv[1] + "-async").result()
+shardstore.load(state(), sys.argv[1])
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules.keys() - before})))
+"""
+
+
+def test_local_saves_and_loads_import_no_store(tmp_path: Path) -> None:
+    ran = run_to_end([sys.executable, "-c", PROGRAM, tmp_path / "c"], check=True)
+    imported = set(json.loads(ran.stdout))
+    assert "shardstore" in imported
+    # torch itself imports asyncio.
+    assert not imported & {"zarr", "tensorstore", "fsspec", "s3fs", "obstore", "asyncio"}
+    assert not imported & {"numcodecs", "aiohttp", "botocore", "xarray"}
+
+
+ROWS, COLUMNS = 2**16 + 3, 2**15
+EDGE = 2**31
+"""First element of the row at which the count no longer fits."""
+
+
+def elements(start: int, stop: int) -> torch.Tensor:
+    """Elements of the flattened array."""
+    value = torch.arange(start, stop, dtype=torch.int64)
+    return torch.where((value - EDGE).abs() < 2 * COLUMNS, value % 251 + 1, 0).to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("many")
+    data = torch.zeros(ROWS, COLUMNS, dtype=torch.uint8)  # pages that nobody wrote take no memory
+    assert data.numel() > EDGE
+    data.view(-1)[EDGE - 3 * COLUMNS :] = elements(EDGE - 3 * COLUMNS, data.numel())
+    shardstore.save({"w": ShardedTensor.from_rank_offsets("w", data)}, folder / "c")
+    yield folder / "c"
+    shutil.rmtree(folder)
+
+
+@pytest.mark.long
+def test_rows_beyond_31_bits_are_read(many: Path) -> None:
+    region = (slice(2**16 - 1, ROWS), slice(5, COLUMNS - 5))
+    loaded = shardstore.load_plain_tensors(many, keys=["w"], region=region)
+    wanted = elements(EDGE - COLUMNS, ROWS * COLUMNS).view(-1, COLUMNS)[:, 5:-5]
+    assert torch.equal(loaded["w"], wanted)
+    assert wanted.any(dim=1)[:3].all()
+
+
+@pytest.mark.long
+def test_a_range_across_31_bits_is_read(many: Path) -> None:
+    bounds = slice(EDGE - 100_000, EDGE + 70_001)
+    part = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.ones(170_001, dtype=torch.uint8), (ROWS, COLUMNS), flattened_range=bounds
+    )
+    loaded = shardstore.load({"w": part}, many, validate_access_integrity=False)
+    assert isinstance(loaded, dict)
+    assert torch.equal(loaded["w"], elements(bounds.start, bounds.stop))
+
+
+@pytest.mark.long
+def test_plain_zarr_reads_rows_beyond_31_bits(many: Path) -> None:
+    array = zarr.open_group(many, mode="r")["w"]
+    assert isinstance(array, zarr.Array)
+    assert array.shape == (ROWS, COLUMNS)
+    found = np.asarray(array[2**16 - 2 :, 7])
+    wanted = elements(EDGE - 2 * COLUMNS, ROWS * COLUMNS).view(-1, COLUMNS)[:, 7].numpy()
+    assert (found == wanted).all()

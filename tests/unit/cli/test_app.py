@@ -1,4 +1,4 @@
-"""What commands cost beside their work, by counting: modules imported, files opened, requests made.
+"""What commands cost beside their work, by counting modules, files and requests; over S3; Ctrl-C.
 
 Nothing here is timed: ``scripts/benchmark cli`` does that.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import threading
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,18 @@ import torch
 from safetensors.numpy import save_file
 
 import shardstore
+from shardstore.cli import app, options
 from shardstore.cli.app import run
 from shardstore.convert import convert
+from shardstore.inspection import values as array_values
+from shardstore.inspection.opened import OpenCheckpoint, StoredArray
+from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.format.documents import ArrayMeta
+from shardstore.storage.format.grid import Box, Grid
+from shardstore.storage.stores.location import Location
 from testing.s3_proxy import FaultProxy
 from testing.s3_servers import S3Server
-from tests.helpers.cli_checkpoints import Cli
+from tests.helpers.cli_checkpoints import Cli, values
 from tests.helpers.cli_processes import run_commands
 from tests.helpers.processes import run_to_end
 from tests.helpers.programs import run_text
@@ -157,3 +165,79 @@ def test_a_result_is_told_to_the_shell_whoever_reads(
         for name in ("stdout", "__stdout__"):
             monkeypatch.setattr(sys, name, pipe)
         assert run(given.split()) == code
+
+
+def test_all_commands_over_s3(
+    s3_server: S3Server, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3_server.new_bucket()
+    url = f"s3://{bucket}/run/step-1"
+    state = shardstore.shard({**values(), "step": 1})
+    shardstore.save(state, url, storage_options=s3_server.storage_options)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert len(cli("ls", "--json", url).json["arrays"]) == 7
+    outcome = cli("verify", url)
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    assert outcome.out.startswith("OK: 7 arrays")
+    assert cli("stats", "--json", url, "layers.10.odd").json["arrays"][0]["nan"] == 1
+    assert cli("show", "--json", url, "counts[1]").json["values"] == -4 * 2**40
+    assert cli("diff", url, url).code == 0
+
+    client = s3_server.client()
+    client.delete_object(Bucket=bucket, Key="run/step-1/counts/c.0")
+    (found,) = cli("verify", "--json", url).json["findings"]
+    assert (found["kind"], found["key"], found["rank"]) == ("chunk-missing", "counts", 0)
+    assert cli("show", url, "counts").code == 1
+    assert cli("rm", "--yes", url).code == 0
+    assert "objects" not in cli.refused("ls", url)
+    assert client.list_objects_v2(Bucket=bucket).get("KeyCount") == 0
+
+
+def test_options_on_the_command_line(s3_server: S3Server, cli: Cli) -> None:
+    bucket = s3_server.new_bucket()
+    url = f"s3://{bucket}/c"
+    state = shardstore.shard({"w": values()["counts"]})
+    shardstore.save(state, url, storage_options=s3_server.storage_options)
+    words = ["--storage-option", f"key={s3_server.key}"]
+    words += ["--storage-option", f"secret={s3_server.secret}"]
+    words += ["--storage-option", f"client_kwargs.endpoint_url={s3_server.endpoint_url}"]
+    words += ["--storage-option", f"client_kwargs.region_name={s3_server.region}"]
+    assert cli("verify", url, *words).code == 0
+    wrong = ["key=nobody" if word.startswith("key=") else word for word in words]
+    line = cli.refused("ls", url, *wrong)
+    assert s3_server.secret not in line
+
+
+def test_an_interrupt_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "locate", interrupted)
+    assert app.run(["rm", "-y", str(tmp_path)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_what_is_read_in_threads_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece may be a request to a slow store."""
+    monkeypatch.setattr(array_values, "default_threads", lambda: 2)
+    begun = threading.Event()
+    pieces = 0
+
+    def work(array: StoredArray, box: Box) -> None:
+        nonlocal pieces
+        pieces += 1
+        if threading.current_thread() is threading.main_thread():
+            begun.set()
+            raise KeyboardInterrupt
+        assert begun.wait(60)
+
+    stored = StoredCheckpoint(Location.of("/no/such/place"))
+    meta = ArrayMeta("w", "w", Grid((4000,), (4,)), "float32")
+    stored.arrays = {"w": meta}
+    with pytest.raises(KeyboardInterrupt):
+        array_values.stream(list(OpenCheckpoint(stored).values()), work)
+    assert pieces <= 3
