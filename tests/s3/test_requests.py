@@ -1,4 +1,7 @@
-"""What a save asks of the store: how many requests, and of which kind, counted by a proxy."""
+"""What a save asks of the store: how many requests, and of which kind, counted by a proxy.
+
+Packs take few requests, and meet the same faults as any object.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import torch
 
 import shardstore
 from shardstore import ShardedTensor, hf
+from shardstore.errors import CheckpointingException
 from shardstore.hf.places import PART_BYTES
 from shardstore.storage.stores.tensorstore import REQUESTS
-from testing.s3_proxy import FaultProxy
+from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
 from tests.helpers.s3_checkpoints import Run, requests_of
 
@@ -20,11 +24,8 @@ CONTROL = 10
 """Requests of a save beside the objects of the checkpoint."""
 
 
-def state(arrays: int) -> dict[str, ShardedTensor]:
-    return {
-        f"a{i}": ShardedTensor.from_rank_offsets(f"a{i}", torch.full((16,), float(i)))
-        for i in range(arrays)
-    }
+def state(arrays: int) -> dict[str, Any]:
+    return shardstore.shard({f"a{i}": torch.arange(16.0) + i for i in range(arrays)})
 
 
 @pytest.fixture
@@ -143,3 +144,37 @@ def test_parts_of_an_export_are_each_sent_once(
     by_chunks = [r.headers["range"] for r in asked if "tensorstore" in r.headers["user-agent"]]
     assert bool(by_chunks) != ("read_timeout" in config)
     assert len(set(by_chunks)) == len(by_chunks)
+
+
+def test_many_arrays_take_few_requests(run: Run, proxy: FaultProxy) -> None:
+    """Parts that lie near each other are one of them."""
+    options = {"storage_options": run.options}
+    saved = state(60)
+    sent = requests_of(proxy, lambda: shardstore.save(saved, run.url(2), pack=True, **options))
+    assert len(sent) <= 20
+    loaded = shardstore.shard({key: torch.zeros(16) for key in saved})
+    asked = requests_of(proxy, lambda: shardstore.load(loaded, run.url(2), **options))
+    names = [request.path.rpartition("/step-2/")[2] for request in asked]
+    assert sorted(names) == [".packs/0.0.zip", "common.pt", "metadata.json", "zarr.json"]
+    assert all(torch.equal(loaded[key].data, part.data) for key, part in saved.items())
+    third = {f"a{i}": saved[f"a{i}"] for i in range(0, 60, 3)}
+    asked = requests_of(proxy, lambda: shardstore.load(third, run.url(2), **options))
+    assert len([request for request in asked if ".packs" in request.path]) == 1
+    shardstore.delete_checkpoint(run.url(2), **options)
+    assert run.direct.keys(run.bucket, "run/step-2/") == []
+
+
+@pytest.mark.parametrize("fault", [Fault.DROP_ANSWER, Fault.RESET_IN_REQUEST])
+def test_a_pack_survives_one_fault(run: Run, proxy: FaultProxy, fault: Fault) -> None:
+    rule = proxy.add(fault, methods=("PUT",), path=r"/\.packs/")
+    run.save(2, pack=True)
+    assert rule.hits
+    assert run.version(2) == 2
+
+
+def test_a_store_that_refuses_a_pack_leaves_no_checkpoint(run: Run, proxy: FaultProxy) -> None:
+    proxy.add(Fault.SLOW_DOWN, methods=("PUT",), path=r"/\.packs/", count=None)
+    with pytest.raises(CheckpointingException, match=r"\.packs/0\.0\.zip"):
+        run.save(2, pack=True)
+    assert run.version(2) is None
+    assert run.direct.keys(run.bucket, "run/step-2/") == []
