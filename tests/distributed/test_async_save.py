@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -31,7 +32,7 @@ from shardstore.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import RankFailed, run_ranks
-from tests.helpers.scenarios import files_at_most, raised, remains
+from tests.helpers.scenarios import files_at_most, raised, remains, remains_of_all
 from tests.helpers.spoilt_states import WHOLE, check, spoil, state_of
 
 WORLD = 3
@@ -60,9 +61,13 @@ class Gated(ZarrSaveShardedStrategy):
 
 
 def the_state_at_the_call_is_saved(rank: int, world_size: int, folder: Path) -> None:
-    for number, options in enumerate([*WAYS, {"validate_access_integrity": False}]):
+    """Or the state at the end of wait_staged(), if the copying overlaps."""
+    ways = product([*WAYS, {"validate_access_integrity": False}], (False, True))
+    for number, (options, overlaps) in enumerate(ways):
         state, tensors = state_of(rank, world_size)
-        handle = shardstore.async_save(state, folder / f"c{number}", **options)
+        place = folder / f"c{number}"
+        handle = shardstore.async_save(state, place, overlap_staging=overlaps, **options)
+        assert not overlaps or handle.wait_staged(60)
         spoil(tensors)
         record = handle.result(60)
         assert handle.done()
@@ -70,21 +75,9 @@ def the_state_at_the_call_is_saved(rank: int, world_size: int, folder: Path) -> 
         if options is not TORCH_DIST:
             assert record["world_size"] == world_size
             assert record["stored_bytes"] >= 2 * WHOLE.nbytes + WHOLE.nbytes // 2
-            root = json.loads((folder / f"c{number}" / "zarr.json").read_text())
+            root = json.loads((place / "zarr.json").read_text())
             assert root["attributes"]["shardstore"]["commit"] == record
-        check(folder / f"c{number}")
-
-
-def copying_overlaps_until_wait_staged(rank: int, world_size: int, folder: Path) -> None:
-    for number, options in enumerate(WAYS):
-        state, tensors = state_of(rank, world_size)
-        handle = shardstore.async_save(
-            state, folder / f"c{number}", overlap_staging=True, **options
-        )
-        assert handle.wait_staged(60)
-        spoil(tensors)
-        handle.result(60)
-        check(folder / f"c{number}")
+        check(place)
 
 
 def a_request_commits_where_the_trainer_polls(rank: int, world_size: int, folder: Path) -> None:
@@ -145,8 +138,7 @@ def a_failed_write_reaches_every_rank_however_it_is_asked_for(rank: int, folder:
                 assert rank == 2 or list(error.failures) == [2]
                 assert rank != 2 or error.key in ("rows", "flat", "object")
             assert str(folder) in str(error)
-            dist.barrier()
-            assert remains(folder) == ["before"]
+            assert remains_of_all(folder) == ["before"]
     assert isinstance(error, RanksError)
     by_queue()
     check(folder / "c")
@@ -195,8 +187,7 @@ def a_function_that_fails_on_one_rank_fails_the_save_on_all(rank: int, folder: P
         staged = Staged(name if rank == 1 else "")
         handle = shardstore.async_save(state_of(rank, WORLD)[0], folder / "c", staged)
         assert f"{name} fails" in str(handle.exception(60))
-        dist.barrier()
-        assert remains(folder) == []
+        assert remains_of_all(folder) == []
 
 
 def wrong_input_of_one_rank_fails_on_all(rank: int, world_size: int, folder: Path) -> None:
@@ -214,8 +205,7 @@ def wrong_input_of_one_rank_fails_on_all(rank: int, world_size: int, folder: Pat
         shardstore.async_save(
             state_of(rank, world_size)[0], folder / "c", staging_budget_bytes=budget
         )
-    dist.barrier()
-    assert remains(folder) == []
+    assert remains_of_all(folder) == []
 
 
 def a_second_save_waits_or_is_refused(rank: int, world_size: int, folder: Path) -> None:
@@ -300,8 +290,7 @@ def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> 
     assert isinstance(error, SaveInProgressError if rank == 1 else RanksError)
     assert "aborted before its commit" in str(error)
     assert raised(handle.result) is error
-    dist.barrier()
-    assert remains(folder) == []
+    assert remains_of_all(folder) == []
     shardstore.async_save(state_of(rank, world_size)[0], folder / "c").result(60)
     check(folder / "c")
 

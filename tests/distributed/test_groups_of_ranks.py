@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,12 +206,9 @@ def replicas_share_within_a_group(rank: int, folder: Path) -> None:
     # A group with ranks that do not load is named by global ranks.
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups["replica_group"] = pairs[rank // 2]
-    error = raised(
-        lambda: shardstore.load(state(tensor), at.url, share_replicas="always", **groups)
-    )
-    assert isinstance(error, ArgumentError)
+    load = partial(shardstore.load, state(tensor), at.url, share_replicas="always", **groups)
     other = {0: 1, 2: 3, 1: 0, 3: 2}[at.ranks[0]]
-    assert f"rank(s) [{other}] gave none" in str(error)
+    raised(load, f"rank(s) [{other}] gave none", kind=ArgumentError)
 
 
 def errors_name_global_ranks(rank: int, folder: Path) -> None:
@@ -230,12 +228,10 @@ def errors_name_global_ranks(rank: int, folder: Path) -> None:
             lambda state=state: shardstore.save(state, at.url, process_group=at.group),
             lambda state=state: shardstore.load(state, place, process_group=at.group),
         ):
-            error = raised(call)
-            assert isinstance(error, AccessPatternError)
+            error = raised(call, kind=AccessPatternError)
             assert f"{at.ranks}" in str(error) or f"rank(s) {at.ranks}" in str(error), error
-    error = raised(lambda: shardstore.save(copy, at.url, process_group=at.group))
-    assert error.rank == first
-    assert f"rank {first} holds a copy" in str(error)
+    save = partial(shardstore.save, copy, at.url, process_group=at.group)
+    assert raised(save, f"rank {first} holds a copy").rank == first
     # One rank fails: the other one names it.
     wrong: Any = None if at.number else described(at)
     error = raised(lambda: shardstore.save(wrong, at.url, process_group=at.group))
@@ -243,20 +239,12 @@ def errors_name_global_ranks(rank: int, folder: Path) -> None:
     wanted: dict[str, Any] = {"half": described(at)["half"]}
     if at.number:
         wanted["half"].key = "none"
-    error = raised(
-        lambda: shardstore.load(
-            wanted, place, validate_access_integrity=False, process_group=at.group
-        )
-    )
-    if at.number:
-        assert isinstance(error, MissingKeyError)
-    else:
-        assert isinstance(error, RanksError)
-        assert list(error.failures) == [second]
-    error = raised(lambda: shardstore.save({}, folder / f"at-{rank}", process_group=at.group))
-    assert f"rank {first} saves to" in str(error)
-    assert f"but rank {second} to" in str(error)
-    assert error.rank == second
+    options: dict[str, Any] = {"validate_access_integrity": False, "process_group": at.group}
+    load = partial(shardstore.load, wanted, place, **options)
+    error = raised(load, kind=MissingKeyError if at.number else RanksError)
+    assert at.number or list(error.failures) == [second]
+    save = partial(shardstore.save, {}, folder / f"at-{rank}", process_group=at.group)
+    assert raised(save, f"rank {first} saves to", f"but rank {second} to").rank == second
     assert not at.url.exists()
 
 
@@ -272,18 +260,13 @@ def a_rank_outside_the_group_is_refused(rank: int, folder: Path) -> None:
             lambda: shardstore.load({}, folder / "c", process_group=group),
             lambda: CheckpointManager(folder, process_group=group),
         ):
-            error = raised(call)
-            assert isinstance(error, ArgumentError)
-            assert f"rank {rank} is not in process_group" in str(error)
+            raised(call, f"rank {rank} is not in process_group", kind=ArgumentError)
     for wrong in ("data-parallel", 5):
-        error = raised(lambda wrong=wrong: shardstore.save({}, folder / "d", process_group=wrong))
-        assert isinstance(error, ArgumentError)
+        raised(partial(shardstore.save, {}, folder / "d", process_group=wrong), kind=ArgumentError)
     pair = dist.new_group(GROUPS[rank % 2], use_local_synchronization=True)
-    error = raised(
-        lambda: shardstore.save({}, folder / "d", async_sharded_save=True, process_group=pair)
-    )
-    assert isinstance(error, ArgumentError)
-    assert "async_save(process_group=)" in str(error)
+    later: dict[str, Any] = {"async_sharded_save": True, "process_group": pair}
+    save = partial(shardstore.save, {}, folder / "d", **later)
+    raised(save, "async_save(process_group=)", kind=ArgumentError)
 
 
 def a_group_without_a_checkpoint_fails_alone(rank: int, folder: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardstore
 from shardstore import ShardedObject, ShardedTensor
@@ -27,7 +26,7 @@ from shardstore.saving.plan import fetched
 from shardstore.storage.movers.chunks import Source
 from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from tests.helpers.scenarios import raised, remains
+from tests.helpers.scenarios import raised, remains_of_all
 
 WORLD = 2
 TIMEOUT_S = 280
@@ -171,8 +170,7 @@ def all_are_told_and_the_next_save_works(rank: int, folder: Path) -> None:
         assert is_ours or rank == victim, (name, case, error)
         assert not (is_ours and made) or f"rank {victim}: Fails: " in str(error), (name, case)
         save(rank, folder / f"{case}-good", flat, *WAYS[way])
-    dist.barrier()
-    assert remains(folder) == sorted(f"{case}-good" for case in CASES)
+    assert remains_of_all(folder) == sorted(f"{case}-good" for case in CASES)
 
 
 def what_is_told_of_pieces_that_ranks_exchange(rank: int, world_size: int, folder: Path) -> None:
@@ -189,8 +187,7 @@ def what_is_told_of_pieces_that_ranks_exchange(rank: int, world_size: int, folde
             assert all(word in said for word in expected), said
             assert unexpected not in said
     save(rank, folder / "good", True, False)
-    dist.barrier()
-    assert remains(folder) == ["good"]
+    assert remains_of_all(folder) == ["good"]
 
 
 WRONG_PARTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -240,8 +237,7 @@ def ranks_that_call_different_functions_are_told_so_and_can_go_on(
     )
     for n, called in enumerate(calls):
         for other in calls[:n] + calls[n + 1 : 2]:
-            error = raised(called if rank == 0 else other)
-            assert isinstance(error, RanksError)
+            error = raised(called if rank == 0 else other, kind=RanksError)
             assert all(f"rank {r} is " in str(error) for r in range(world_size)), error
             shardstore.load(state(rank, False), place)
             save(rank, folder / f"next-{n}-{calls.index(other)}", False, False)

@@ -19,7 +19,6 @@ import shardstore
 from shardstore.errors import (
     ArgumentError,
     CheckpointExistsError,
-    CheckpointingException,
     NotACheckpointError,
     RanksError,
 )
@@ -31,7 +30,7 @@ from shardstore.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.helpers.scenarios import logged, raised, remains
+from tests.helpers.scenarios import logged, raised, remains, remains_of_all
 
 WORLD = 4
 WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)
@@ -209,17 +208,14 @@ def a_checkpoint_is_replaced_only_if_asked_for(rank: int, world_size: int, folde
 
     shardstore.save(state(1), folder / "c")
     for save in (shardstore.save, shardstore.async_save):
-        error = raised(partial(save, state(2), folder / "c"))
-        assert isinstance(error, CheckpointExistsError)
-        assert "overwrite=True" in str(error)
+        raised(partial(save, state(2), folder / "c"), "overwrite=True", kind=CheckpointExistsError)
         assert remains(folder) == ["c"]
     assert torch.equal(shardstore.load(state(0), folder / "c")["w"], WHOLE.chunk(world_size)[rank])
     shardstore.save(state(3), folder / "c", overwrite=True)
     loaded = shardstore.load({"w": rows("w", rank, world_size)}, folder / "c")
     assert torch.equal(loaded["w"], 3 * WHOLE.chunk(world_size)[rank])
     assert loaded["step"] == 3
-    dist.barrier()
-    assert remains(folder) == ["c"]
+    assert remains_of_all(folder) == ["c"]
 
 
 def metadata_can_be_loaded(rank: int, world_size: int, folder: Path) -> None:
@@ -310,9 +306,8 @@ def a_place_without_a_checkpoint_is_an_error_on_all(rank: int, folder: Path) -> 
     wanted = {"w": rows("w", rank, WORLD, WHOLE * 0)}
     for victims in ([1], range(WORLD)):
         place = folder / ("nowhere" if rank in victims else "c")
-        error = raised(lambda place=place: shardstore.load(wanted, place))  # type: ignore[misc]
-        assert isinstance(error, NotACheckpointError if rank in victims else RanksError)
-        assert "does not exist" in str(error)
+        kind = NotACheckpointError if rank in victims else RanksError
+        error = raised(partial(shardstore.load, wanted, place), "does not exist", kind=kind)
         assert rank in victims or "rank 1: " in str(error)
         assert not wanted["w"].data.any()
 
@@ -396,9 +391,7 @@ def test_a_part_of_a_larger_state_may_be_asked_for(stored: Path) -> None:
     assert torch.equal(
         shardstore.load({"w": part}, stored, validate_access_integrity=False)["w"], WHOLE[6:]
     )
-    text = str(raised(lambda: shardstore.load({"w": part}, stored)))
-    assert "Invalid access pattern" in text
-    assert "'w'" in text
+    raised(lambda: shardstore.load({"w": part}, stored), "Invalid access pattern", "'w'")
 
 
 def _bytes_read(wanted: list[ShardedTensor], place: Path) -> int:
@@ -462,8 +455,7 @@ def test_a_strategy_may_be_named_or_be_an_object(tmp_path: Path) -> None:
         assert torch.equal(loaded["w"], WHOLE)
         assert (place / "w" / ".zarray").exists() == (number in (1, 2))
     for wrong in (("zarr", 9), ("none", 1), "zarr", 3):
-        error = raised(lambda: shardstore.save({}, tmp_path / "x", wrong))  # type: ignore[arg-type]  # noqa: B023
-        assert isinstance(error, CheckpointingException)
+        raised(partial(shardstore.save, {}, tmp_path / "x", wrong))
     assert not (tmp_path / "x").exists()
 
 

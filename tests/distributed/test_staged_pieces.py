@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import shardstore
 from shardstore import ShardedTensor
@@ -22,7 +21,7 @@ from shardstore.storage.format.manifest import ChunkRecord
 from shardstore.storage.movers.chunks import ChunkWrite
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from testing.memory import peak_rss_bytes, reset_peak
-from tests.helpers.scenarios import remains
+from tests.helpers.scenarios import remains_of_all
 
 MIB = 2**20
 WORLD = 2
@@ -140,8 +139,7 @@ def an_error_of_the_writer_ends_the_save_and_is_told(
         assert handle.wait_staged(0), (name, victim)
     state = halves(rank, 20, *SMALL_SHAPE)
     shardstore.async_save(state, folder / "good", SMALL, **options).result(60)
-    dist.barrier()
-    assert remains(folder) == ["good"]
+    assert remains_of_all(folder) == ["good"]
 
 
 def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> None:

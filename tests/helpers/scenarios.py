@@ -13,8 +13,10 @@ import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from shardstore.errors import CheckpointingException
@@ -90,13 +92,18 @@ def files_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def raised(call: Callable[[], object]) -> CheckpointingException:
-    """The error of ours that a call raises; any other error, or none, fails."""
-    try:
+def raised(
+    call: Callable[[], object],
+    *words: str,
+    kind: type[CheckpointingException] | UnionType = CheckpointingException,
+) -> CheckpointingException:
+    """The error of ours that a call raises, of this kind and with all these words in its text."""
+    with pytest.raises(CheckpointingException) as caught:
         call()
-    except CheckpointingException as error:
-        return error
-    raise AssertionError("nothing was raised")
+    assert isinstance(caught.value, kind), repr(caught.value)
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+    return caught.value
 
 
 def gathered(value: Any) -> list[Any]:
@@ -109,3 +116,9 @@ def gathered(value: Any) -> list[Any]:
 def remains(folder: Path) -> list[str]:
     """Names in a folder, hidden ones included: what a refused save left."""
     return sorted(os.listdir(folder))
+
+
+def remains_of_all(folder: Path) -> list[str]:
+    """The same, once all ranks have come."""
+    dist.barrier()
+    return remains(folder)
