@@ -50,7 +50,6 @@ def place(tmp_path: Path) -> Path:
 
 def chunk_at(place: Path, key: str) -> tuple[Path, int, int]:
     meta = shardstore.open(place).metas[key]
-    assert meta.places is not None
     name, first, last = meta.places.of(0)
     return place / name, first, last
 

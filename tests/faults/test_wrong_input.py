@@ -197,7 +197,6 @@ def a_rank_wants_no_documents_of_arrays(rank: int, folder: Path) -> None:
         shardstore.save(state, place, strategy, array_documents=rank == 0, overwrite=True)
         shardstore.load(state, place)
         stored = StoredCheckpoint(Location.of(place))
-        assert stored.root is not None
         assert not stored.root.array_documents
         assert sorted(stored.location.listing("w")) == ["c.0.0", "c.1.0", "c.2.0"]
 
@@ -418,7 +417,6 @@ class Unproved(TorchCommonSaveStrategy):
 
     def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
         session = session_of(checkpoint_dir)
-        assert session is not None
         session.files.put("common.pt", dump_bytes(common_state_dict))
 
 

@@ -100,8 +100,6 @@ def unfinished_save(at: Location, *, version: int = 2) -> SaveSession:
         background="",
     )
     session, rest = run_save(request)
-    assert rest is not None
-    assert rest.async_fn is not None
     rest.async_fn()  # only the finalisation would commit
     assert session.failure is None
     return session

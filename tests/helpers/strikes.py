@@ -200,7 +200,6 @@ def by_strace(inject: str, log: Path) -> Callable[[int], Any]:
         traced = f"trace={calls},{SYNCS}" if "signal" in inject else f"trace={calls}"
         command = ["strace", "-f", "-ttt", "-y", "-o", str(log), "-p", str(pid), "-e", traced]
         strace = subprocess.Popen([*command, "-e", f"inject={inject}"], stderr=subprocess.PIPE)
-        assert strace.stderr is not None
         assert b"attached" in strace.stderr.readline()
 
         def end() -> None:

@@ -150,7 +150,6 @@ class Machine(RuleBasedStateMachine):
     def go_back(self, nth: int, discard: bool) -> None:
         step = self.existing(nth)
         restored = self.manager.restore(self.asked(), step=step, discard_later=discard)
-        assert restored is not None
         self.check(restored.state, self.model[step])
         if discard:
             self.model = {s: value for s, value in self.model.items() if s <= step}
@@ -174,7 +173,6 @@ class Machine(RuleBasedStateMachine):
         except DamagedCheckpointError:
             assert not self.model
         else:
-            assert restored is not None
             # Those that the damaged step came after are older than what it abandoned.
             assert restored.step in self.model
             self.check(restored.state, self.model[restored.step])

@@ -273,7 +273,6 @@ def test_large_running_checksums_are_those_of_the_files(large: Large) -> None:
         plain = (place.path / meta.chunk_name(index)).read_bytes()[:-4]
         ends = [*range(block, len(plain), block), len(plain)]
         rows = manifest.rows(meta)
-        assert rows is not None
         found = [*rows.running[linear], rows.crc[linear]]
         assert found == [crc32c(plain[:end]) for end in ends]
 

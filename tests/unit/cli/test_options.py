@@ -138,7 +138,6 @@ def test_placeholders_of_arguments_are_capitals(cli: Cli, monkeypatch: pytest.Mo
     assert len(commands) == 12
     for command in commands:
         usage = re.search(rf"Usage: shardstore {command} (.*)", cli(command, "--help").out)
-        assert usage is not None
         assert usage[1] == usage[1].upper()
 
 

@@ -191,7 +191,6 @@ def test_a_long_key_does_not_widen_the_page(tmp_path: Path, cli: Cli) -> None:
     page = as_a_browser_shows(target, tmp_path / "profile")
     assert "k" * 400 in page.text
     title = re.search(r"-?\d+", page.text)
-    assert title is not None
     assert int(title[0]) <= 0
 
 
@@ -358,7 +357,6 @@ def record(world: int) -> object:
 
 def test_the_table_has_a_row_for_each_rank() -> None:
     table = rank_table(record(3))
-    assert table is not None
     assert table[0] == ["rank", "bytes", "chunks", "plan s", "write s", "total s", "rate"]
     assert table[1] == ["0", "1.0 MiB", "1", "0.500", "0.500", "1.000", "1.0 MiB/s"]
     assert table[3] == ["2", "3.0 MiB", "3", "0.500", "2.500", "3.000", "1.0 MiB/s"]
@@ -374,7 +372,6 @@ def test_many_ranks_are_summed_up() -> None:
 
 def test_a_rank_without_time_has_no_rate() -> None:
     table = rank_table(rank_record({0: {"write": 0.0}}, [5], [1]))
-    assert table is not None
     assert table[1][-1] == ""
 
 

@@ -58,7 +58,6 @@ def test_an_intact_checkpoint_has_no_findings(pristine: Path, hashes: bool, thre
     assert result.ok
     assert (result.arrays, result.objects, result.unchecked) == (7, 2, 0)
     manifest = StoredCheckpoint(Location.of(pristine)).manifest
-    assert manifest is not None
     assert result.chunks == len(manifest.crc)
     assert result.bytes == manifest.stored.sum()
     last = seen[-1]
@@ -86,7 +85,6 @@ def test_every_flipped_chunk_is_named(place: Path, threads: int) -> None:
     for finding in found:
         assert finding.kind == "chunk-crc"
         assert finding.key == "layers.0.weight"
-        assert finding.chunk is not None
         assert finding.rank == (finding.chunk[0] >= half)
         assert f"rank {finding.rank}" in finding.message
         assert str(finding.chunk) in finding.message

@@ -33,7 +33,6 @@ def test_write_items_carry_offset_size_and_index() -> None:
         (item,) = shard.__create_write_items__("name", shard, index)
         assert item.index == MetadataIndex("name", torch.Size([0, 6]), index)
         assert item.index.index == index
-        assert item.tensor_data is not None
         assert tuple(item.tensor_data.size) == (2, 12)
         assert tuple(item.tensor_data.chunk.sizes) == (2, 3)
         assert item.tensor_data.properties.dtype == torch.float32

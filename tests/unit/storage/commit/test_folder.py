@@ -493,7 +493,6 @@ def test_a_sweep_tells_only_of_what_it_removed(tmp_path: Path) -> None:
     parent = folder_for_all(tmp_path / "parent", 0o777)
     attempt = begin(Location.of(parent / "ckpt"), SaveOptions())
     found = commit._ATTEMPT.fullmatch(attempt.location.name)
-    assert found is not None
     name = attempt.location.name.replace(f"-{found['pid']}-", "-4194305-")
     attempt.location.path.rename(parent / name)
     parent.chmod(0o555)
