@@ -20,9 +20,8 @@ import pytest
 import torch
 
 import shardstore
-from shardstore.errors import NotACheckpointError
-from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.commit import folder
+from tests.faults.test_crash_at_every_request import state, version_of
 from tests.helpers.deaths import alone
 
 FOREIGN = {"log.txt": "years of work", "config/model.yaml": "a: 1"}
@@ -30,26 +29,7 @@ CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.trun
 
 
 def save(place: Path, version: int) -> None:
-    value = torch.full((6, 8), float(version))
-    state: dict[str, Any] = {
-        "w": ShardedTensor.from_rank_offsets("w", value),
-        f"only-{version}": ShardedTensor.from_rank_offsets(f"only-{version}", value[0].clone()),
-        "o": ShardedObject("o", {"version": version}, (1,), (0,)),
-        "step": version,
-    }
-    shardstore.save(state, place, overwrite=True, array_documents=version != 1)
-
-
-def version_of(place: Path) -> int | None:
-    """The version that is there, every value of it."""
-    try:
-        loaded: Any = shardstore.load_plain_tensors(place)
-    except NotACheckpointError:
-        return None
-    found: int = loaded["step"]
-    assert torch.equal(loaded["w"], torch.full((6, 8), float(found)))
-    assert {key for key in loaded if key.startswith("only-")} <= {f"only-{found}"}
-    return found
+    shardstore.save(state(version), place, overwrite=True, array_documents=version != 1)
 
 
 def foreign(place: Path) -> dict[str, str]:
@@ -145,14 +125,14 @@ def killed(place: Path, work: Callable[[Path], None], moment: int) -> None:
 def check(root: Path, wanted: dict[str, str], versions: tuple[int | None, ...]) -> None:
     """Of what a death left: the old or the new checkpoint; and two ways to go on."""
     place = root / "c"
-    found = version_of(place)
+    found = version_of(place, is_reduced=True)
     assert found in versions
     copy = root.parent / "copy"
     shutil.copytree(root, copy, symlinks=True)
     shardstore.sweep(copy, dry_run=False)
     names = [name for name in os.listdir(copy) if name.startswith(".") or name != "c"]
     assert not names, names
-    assert version_of(copy / "c") == found
+    assert version_of(copy / "c", is_reduced=True) == found
     assert foreign(copy / "c") == wanted
     save(place, 3)
     assert version_of(place) == 3

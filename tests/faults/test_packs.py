@@ -22,6 +22,7 @@ from shardstore.errors import (
     StorageError,
 )
 from shardstore.strategies.zarr import ZarrLoadShardedStrategy
+from tests.helpers.cli_checkpoints import flip
 from tests.helpers.root_documents import about, rewrite
 from tests.helpers.verification import verified
 
@@ -56,9 +57,7 @@ def chunk_at(place: Path, key: str) -> tuple[Path, int, int]:
 
 def test_a_flipped_byte_is_found_by_key(place: Path) -> None:
     pack, first, _ = chunk_at(place, "layer.7")
-    data = bytearray(pack.read_bytes())
-    data[first + 2] ^= 1
-    pack.write_bytes(data)
+    flip(pack, first + 2)
     with pytest.raises(ChunkCorruptError, match=r"'layer\.7'.*\.packs/0\.0\.zip") as caught:
         shardstore.load(empty(STATE), place)
     assert (caught.value.key, caught.value.chunk) == ("layer.7", (0,))
@@ -74,9 +73,7 @@ def test_a_flipped_byte_is_found_by_key(place: Path) -> None:
 
 def test_a_flipped_byte_between_the_chunks_is_found_by_a_verification(place: Path) -> None:
     pack, first, _ = chunk_at(place, "layer.7")
-    data = bytearray(pack.read_bytes())
-    data[first - 1] ^= 1  # in the name of a member, which no load reads
-    pack.write_bytes(data)
+    flip(pack, first - 1)  # in the name of a member, which no load reads
     check(place, STATE)
     assert [one.kind for one in verified(place, hashes=True)[1]] == ["pack-damaged"]
 

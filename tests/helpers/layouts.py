@@ -17,26 +17,11 @@ import torch
 from shardstore.mapping import ShardedTensor
 
 DTYPES = (
-    torch.bool,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.complex64,
-    torch.complex128,
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.complex64, torch.complex128),
 )
 
 Shape = tuple[int, ...]

@@ -18,11 +18,16 @@ from shardstore.mapping import ShardedObject, ShardedTensor
 from shardstore.storage.stores.location import Location
 from shardstore.storage.stores.s3 import LIMITS
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
-from testing.s3_proxy import FaultProxy, Passed
+from testing.s3_proxy import Fault, FaultProxy, Passed
 from testing.s3_servers import S3Server
 from tests.helpers.verification import findings
 
 CHUNK_BYTES = 4096
+PASSING_FAULTS = [
+    *(Fault.SLOW_DOWN, Fault.TOO_MANY, Fault.RESET_BEFORE, Fault.DROP_ANSWER),
+    *(Fault.RESET_IN_ANSWER, Fault.RESET_AFTER_ANSWER, Fault.TRUNCATE_ANSWER),
+]
+"""Faults of one request, each of which the next try passes by."""
 # A silence in a test need not last long. Given as options, they would have s3fs move all bytes.
 LIMITS.update(connect_timeout=2, read_timeout=4)
 
@@ -32,14 +37,11 @@ def state(version: int, rank: int = 0, parts: int = 1) -> dict[str, Any]:
     whole = torch.arange(48 * 64, dtype=torch.float32).reshape(48, 64) + 10_000 * version
     flat = torch.full((32 * 32,), float(version))
     bounds = slice(rank * 1024 // parts, (rank + 1) * 1024 // parts)
+    sharded = ShardedTensor.from_rank_offsets
     return {
         "step": version,
-        "w": ShardedTensor.from_rank_offsets(
-            "w", whole.chunk(parts)[rank].clone(), (0, rank, parts)
-        ),
-        "b": ShardedTensor.from_rank_offsets(
-            "b", torch.full((7,), float(version)), replica_id=rank
-        ),
+        "w": sharded("w", whole.chunk(parts)[rank].clone(), (0, rank, parts)),
+        "b": sharded("b", torch.full((7,), float(version)), replica_id=rank),
         "flat": ShardedTensor.from_rank_offsets_flat(
             "flat", flat[bounds].clone(), (32, 32), flattened_range=bounds
         ),

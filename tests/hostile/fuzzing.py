@@ -52,6 +52,7 @@ from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunks import RegionRead
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
+from testing.memory import peak_rss_bytes
 
 MOST_BYTES = 512 * 1024**2
 STUCK_SECONDS = 600
@@ -534,20 +535,15 @@ class Watched:
         self.work = work
 
     def __enter__(self) -> None:
-        self.before = _memory("VmHWM")
+        self.before = peak_rss_bytes()
         _outside.clear()
         _inside.append(str(self.work))
 
     def __exit__(self, *error: object) -> None:
         _inside.clear()
-        more = _memory("VmHWM") - self.before
+        more = peak_rss_bytes() - self.before
         assert not _outside, f"outside of the folder: {_outside[:3]}"
         assert more < MOST_BYTES, f"{more >> 20} MiB"
-
-
-def _memory(name: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"{name}:")[1].split()[0])
 
 
 def fuzz(seed: int, first: int, count: int) -> list[str]:

@@ -22,23 +22,18 @@ from shardstore.cli.app import run
 from shardstore.errors import CheckpointingException, ChunkCorruptError
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
+from testing.memory import peak_rss_bytes, reset_peak
 from tests.helpers.root_documents import about, members, rewrite
 
 MOST_BYTES = 512 * 1024**2
 
 
-def _memory(name: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"{name}:")[1].split()[0])
-
-
 @contextmanager
 def bounded(most_bytes: int = MOST_BYTES) -> Iterator[None]:
     """Assert that this process takes little more memory within, at any time."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, proc(5)
-    before = _memory("VmRSS")
+    before = reset_peak()
     yield
-    assert _memory("VmHWM") - before < most_bytes
+    assert peak_rss_bytes() - before < most_bytes
 
 
 @pytest.mark.parametrize("compression", ["zstd", "blosc"])

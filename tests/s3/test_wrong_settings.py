@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,19 @@ def test_an_endpoint_that_never_answers(
         refused({**silent, "key": "AKOTHER0000000000000"}, url, said, works=[load_array])
 
 
+def always_answering(status: int, kind: str, content: bytes) -> AbstractContextManager[str]:
+    """A server that gives every request the same answer."""
+
+    class Handler(Quiet):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.end(status, {"Content-Type": kind}, content)
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815 (its names)
+
+    return answering(Handler)
+
+
 REGION_ERRORS = {
     "malformed": "<Error><Code>AuthorizationHeaderMalformed</Code><Message>The authorization "
     "header is malformed; the region 'us-east-1' is wrong; expecting 'eu-west-3'</Message>"
@@ -123,30 +137,14 @@ REGION_ERRORS = {
 @pytest.mark.parametrize("kind", REGION_ERRORS)
 def test_a_wrong_region_is_named(s3_server: S3Server, kind: str) -> None:
     """As Amazon's servers answer; the two that run here take any region."""
-
-    class Handler(Quiet):
-        def _answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.end(400, {"Content-Type": "application/xml"}, REGION_ERRORS[kind].encode())
-
-        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815 (its names)
-
-    with answering(Handler) as endpoint_url:
+    with always_answering(400, "application/xml", REGION_ERRORS[kind].encode()) as endpoint_url:
         refused(s3_server.at(endpoint_url).storage_options, "s3://bucket/run/x", "region")
 
 
 @pytest.mark.parametrize("page", [b"default backend - 404", b"<html>not found</html>"])
 def test_a_server_that_is_no_store_is_named(s3_server: S3Server, page: bytes) -> None:
     """Such as an ingress of Kubernetes. That it has nothing there does not make a bucket empty."""
-
-    class Handler(Quiet):
-        def _answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.end(404, {"Content-Type": "text/html"}, page)
-
-        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815 (its names)
-
-    with answering(Handler) as endpoint_url:
+    with always_answering(404, "text/html", page) as endpoint_url:
         options = s3_server.at(endpoint_url).storage_options
         refused(options, "s3://bucket/run/x", "the endpoint", works=[save, *VERBS[3:]])
 

@@ -35,6 +35,7 @@ from shardstore.validation import (
     verify_checkpoint,
     verify_integrity_manifest,
 )
+from tests.helpers.cli_checkpoints import flip
 
 BACKENDS = ("zarr", "torch_dist")
 
@@ -91,9 +92,7 @@ def test_integrity_is_noted_and_verified(
     shardstore.load(state(), place, verify_integrity=True)
     verify_integrity_manifest(place)
     victim = max(files, key=lambda name: (place / name).stat().st_size)
-    data = bytearray((place / victim).read_bytes())
-    data[-1] ^= 1
-    (place / victim).write_bytes(data)
+    flip(place / victim, -1)
     with pytest.raises(DamagedCheckpointError, match="expected"):
         shardstore.load(state(), place, verify_integrity=True)
     (place / victim).unlink()

@@ -26,6 +26,7 @@ from shardstore.storage.checkpoint import StoredCheckpoint
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.stores.location import Location
 from tests.helpers.cli_checkpoints import Cli, flip, values
+from tests.helpers.store_suite import flipped
 from tests.helpers.verification import findings, verified
 
 
@@ -190,13 +191,6 @@ def test_one_damaged_array_among_small_ones(small: Path, tmp_path: Path, damage:
     for hashes in (False, True):
         found = findings(place, hashes=hashes)
         assert {(finding.kind, finding.key) for finding in found} == {(k, key) for k in kinds}
-
-
-def flipped(data: bytes, at: int) -> bytes:
-    """With one bit changed."""
-    changed = bytearray(data)
-    changed[at] ^= 1
-    return bytes(changed)
 
 
 def test_files_beside_the_arrays(place: Path) -> None:

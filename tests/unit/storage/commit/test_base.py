@@ -22,6 +22,8 @@ from shardstore.mapping import ShardedTensor
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
+from tests.helpers.cli_checkpoints import flip
+from tests.helpers.managed import warnings_of
 
 CHUNK = 64 * 1024
 SMALL = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=CHUNK)
@@ -128,20 +130,6 @@ def test_an_equal_checksum_is_no_proof(tmp_path: Path) -> None:
     check(two, tmp_path / "b")
 
 
-def damaged(chunk: Path, how: str) -> None:
-    """What happens to a file, its size kept unless said otherwise."""
-    data = bytearray(chunk.read_bytes())
-    if how == "missing":
-        chunk.unlink()
-        return
-    if how == "cut":
-        del data[100:]
-    else:
-        data[100] ^= 1
-    chunk.unlink()  # a file of its own: others may be links to it
-    chunk.write_bytes(data)
-
-
 @at_once_or_later
 def test_a_damaged_base_is_one_warning(
     tmp_path: Path, later: bool, caplog: pytest.LogCaptureFixture
@@ -150,12 +138,11 @@ def test_a_damaged_base_is_one_warning(
     tensors = {f"w{i}": torch.randn(4, CHUNK // 4) for i in range(8)}
     save(tensors, tmp_path / "a", durable=False)
     for key in tensors:
-        damaged(tmp_path / "a" / key / "c.2.0", "missing")
-        damaged(tmp_path / "a" / key / "c.3.0", "cut")
+        (tmp_path / "a" / key / "c.2.0").unlink()
+        os.truncate(tmp_path / "a" / key / "c.3.0", 100)
     save(tensors, tmp_path / "b", later=later, base=tmp_path / "a", durable=False)
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert "16 chunk(s)" in warnings[0]
+    (warning,) = warnings_of(caplog)
+    assert "16 chunk(s)" in warning
     check(tensors, tmp_path / "b")
 
 
@@ -165,7 +152,7 @@ def test_a_flipped_bit_is_found_where_it_is_asked_for(
 ) -> None:
     tensors = {"w": torch.arange(CHUNK, dtype=torch.float32).reshape(4, -1), "v": torch.ones(3)}
     save(tensors, tmp_path / "a", compression=compression, durable=False)
-    damaged(tmp_path / "a" / "w" / "c.1.0", "a bit")
+    flip(tmp_path / "a" / "w" / "c.1.0", 100)
     options: dict[str, Any] = {"base": tmp_path / "a", "compression": compression, "durable": False}
     counted = save(tensors, tmp_path / "b", later=later, verify_base=True, **options)
     assert counted["chunks_written"] == 1
