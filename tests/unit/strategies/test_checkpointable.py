@@ -27,35 +27,6 @@ def test_shape_and_dtype_are_the_global_ones() -> None:
     assert shard.dtype == torch.bfloat16
 
 
-def test_write_items_carry_offset_size_and_index() -> None:
-    shard = _wrapped(2)
-    for index in (None, 5):
-        (item,) = shard.__create_write_items__("name", shard, index)
-        assert item.index == MetadataIndex("name", torch.Size([0, 6]), index)
-        assert item.index.index == index
-        assert tuple(item.tensor_data.size) == (2, 12)
-        assert tuple(item.tensor_data.chunk.sizes) == (2, 3)
-        assert item.tensor_data.properties.dtype == torch.float32
-
-
-def test_data_is_handed_out_uncopied() -> None:
-    sh_ten = _shard(0)
-    wrapped = CheckpointableShardedTensor.from_sh_ten(sh_ten)
-    assert wrapped.__get_tensor_shard__(MetadataIndex("k")) is sh_ten.data
-
-
-def test_prepended_axes_are_part_of_chunk_and_data() -> None:
-    data = torch.arange(6.0).reshape(2, 3)
-    sh_ten = ShardedTensor.from_rank_offsets("k", data, (0, 1, 4), prepend_axis_num=1)
-    wrapped = CheckpointableShardedTensor.from_sh_ten(sh_ten)
-    (chunk,) = wrapped.__create_chunk_list__()
-    assert (tuple(chunk.offsets), tuple(chunk.sizes)) == ((1, 0, 0), (1, 2, 3))
-    view = wrapped.__get_tensor_shard__(MetadataIndex("k"))
-    assert tuple(view.shape) == (1, 2, 3)
-    view.fill_(7)
-    assert data.eq(7).all()
-
-
 def test_flattened_range_is_refused_with_the_key() -> None:
     sh_ten = ShardedTensor.from_rank_offsets_flat(
         "flat.key", torch.zeros(4), (2, 3), flattened_range=slice(1, 5)
@@ -83,6 +54,7 @@ def test_container_finds_shards_whatever_the_hint() -> None:
             assert container.__get_tensor_shard__(index).eq(column).all()
     items = container.__create_write_items__("k", container)
     assert [item.index.index for item in items] == [0, 1]  # type: ignore[attr-defined]
+    assert [item.tensor_data.properties.dtype for item in items] == [torch.float32] * 2
 
 
 def test_a_shard_that_the_container_lacks_is_an_error() -> None:
