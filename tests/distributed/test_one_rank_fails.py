@@ -38,19 +38,20 @@ class Fails(Exception):  # noqa: N818
     pass
 
 
-class CommonFails(TorchCommonSaveStrategy):
-    def save_common(self, *args: Any, **kwargs: Any) -> None:
-        raise Fails("common")
+def failing(kind: type[Any], text: str, *methods: str) -> type[Any]:
+    """A strategy of which some methods fail."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise Fails(text)
+
+    return type(kind.__name__, (kind,), dict.fromkeys(methods, fails))
 
 
-class ObjectsFail(TorchCommonSaveStrategy):
-    def save_sharded_objects(self, *args: Any, **kwargs: Any) -> None:
-        raise Fails("objects")
-
-
-class StrategyFails(ZarrSaveShardedStrategy):
-    def _plan(self, *args: Any) -> Any:
-        raise Fails("strategy")
+CommonFails = failing(TorchCommonSaveStrategy, "common", "save_common")
+ObjectsFail = failing(TorchCommonSaveStrategy, "objects", "save_sharded_objects")
+StrategyFails = failing(ZarrSaveShardedStrategy, "strategy", "_plan")
+Wraps = failing(ZarrSaveShardedStrategy, "wrapper", "save", "async_save")
+"""Fails before the strategy that it wraps is called."""
 
 
 class SourceFails(ZarrSaveShardedStrategy):
@@ -91,16 +92,6 @@ class PiecesFailFirst(SourceFails):
         plan = super()._plan(*args)
         plan.writes = [replace(write, source=unwritable) for write in plan.writes]
         return plan
-
-
-class Wraps(ZarrSaveShardedStrategy):
-    """Fails before the strategy that it wraps is called."""
-
-    def save(self, *args: Any) -> None:
-        raise Fails("wrapper")
-
-    def async_save(self, *args: Any) -> Any:
-        raise Fails("wrapper")
 
 
 def unpicklable(rank: int) -> dict[str, Any]:
