@@ -82,8 +82,6 @@ def test_map_location(place: Path) -> None:
     loaded = shardstore.load(wanted, place, validate_access_integrity=False, map_location="cpu")
     assert torch.equal(loaded["w"], W.reshape(-1)[10:40])
     assert loaded["v"] is given or loaded["v"].data_ptr() == given.data_ptr()
-    with pytest.raises(ArgumentError, match="nowhere"):
-        shardstore.load(wanted, place, validate_access_integrity=False, map_location="nowhere")
 
 
 @pytest.mark.gpu

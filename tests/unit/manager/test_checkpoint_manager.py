@@ -307,20 +307,6 @@ def test_a_step_in_use_stays_until_it_is_not(tmp_path: Path) -> None:
     assert data.eq(3).all()
 
 
-def test_deletion_goes_on_in_the_background(tmp_path: Path) -> None:
-    """A save does not wait until old steps are gone."""
-    manager = CheckpointManager(tmp_path, keep_last=1)
-    go_on = gated(manager)
-    try:
-        for step in (1, 2, 3):
-            manager.save(step, state_of(step))
-        assert manager.steps() == [1, 2, 3]
-    finally:
-        go_on.set()
-    assert manager.wait(60)
-    assert manager.steps() == [3]
-
-
 def test_equal_content_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step, value in ((1, 5), (2, 6), (3, 5)):
