@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ sys.addaudithook(_hook)
 
 
 @contextmanager
-def at_open(folder: Path, number: int, work: Callable[[], None]) -> Iterator[list[str]]:
+def at_open(folder: Path, number: int, work: Callable[[], object]) -> Iterator[list[str]]:
     """Do some work right before the n-th opening of a file below a folder; yields their names."""
     calls, names = itertools.count(), list[str]()
 
@@ -81,6 +82,13 @@ def state(version: int, parts: int = 1, rank: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A checkpoint of version 1."""
+    save(tmp_path / "c", 1)
+    return tmp_path / "c"
+
+
 def save(place: Path, version: int) -> None:
     strategy = ZarrSaveShardedStrategy("zarr", 2, target_chunk_bytes=512)
     shardstore.save(state(version), place, strategy, overwrite=True, durable=False)
@@ -95,43 +103,37 @@ def version_of(loaded: Any, parts: int = 1) -> int:
     return version
 
 
-def openings(place: Path, read: Callable[[], object]) -> range:
-    """Numbers of the files that a reader opens."""
+def at_each_opening(
+    place: Path, read: Callable[[], object], work: Callable[[], object]
+) -> Iterator[None]:
+    """For each file that a reader of version 1 opens: do some work right before it is opened."""
     with at_open(place, -1, lambda: None) as names:
         read()
     assert len(names) > 12
-    return range(len(names))
+    for moment in range(len(names)):
+        save(place, 1)
+        with at_open(place, moment, work):
+            yield
 
 
-def test_a_load_gives_the_checkpoint_that_replaced_its_own(tmp_path: Path) -> None:
+def test_a_load_gives_the_checkpoint_that_replaced_its_own(place: Path) -> None:
     """It loads the new one, whichever it began with."""
-    place = tmp_path / "c"
-    save(place, 1)
-    found = []
-    for moment in openings(place, lambda: shardstore.load(state(0), place)):
-        save(place, 1)
-        with at_open(place, moment, lambda: save(place, 2)):
-            found.append(version_of(shardstore.load(state(0), place)))
-    assert set(found) == {2}
+    load = partial(shardstore.load, state(0), place)
+    for _ in at_each_opening(place, load, lambda: save(place, 2)):
+        assert version_of(shardstore.load(state(0), place)) == 2
 
 
-def test_a_load_of_what_is_deleted(tmp_path: Path) -> None:
-    place = tmp_path / "c"
-    save(place, 1)
-    for moment in openings(place, lambda: shardstore.load(state(0), place)):
-        save(place, 1)
-        with (
-            at_open(place, moment, lambda: shutil.rmtree(place)),
-            pytest.raises(NotACheckpointError, match="does not exist"),
-        ):
+def test_a_load_of_what_is_deleted(place: Path) -> None:
+    load = partial(shardstore.load, state(0), place)
+    for _ in at_each_opening(place, load, lambda: shutil.rmtree(place)):
+        with pytest.raises(NotACheckpointError, match="does not exist"):
             shardstore.load(state(0), place)
 
 
 def test_a_load_of_what_is_replaced_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, versions = tmp_path / "c", itertools.count(2)
-    save(place, 1)
+    versions = itertools.count(2)
     read = StoredCheckpoint.read
 
     def overtaken(*args: Any, **kwargs: Any) -> None:
@@ -144,18 +146,13 @@ def test_a_load_of_what_is_replaced_again_and_again(
     assert next(versions) == 4
 
 
-def test_a_verification_of_a_replaced_checkpoint_finds_no_damage(tmp_path: Path) -> None:
-    place = tmp_path / "c"
-    save(place, 1)
-    for moment in openings(place, lambda: findings(place, threads=1)):
-        save(place, 1)
-        with at_open(place, moment, lambda: save(place, 2)):
-            assert findings(place, threads=1) == []
+def test_a_verification_of_a_replaced_checkpoint_finds_no_damage(place: Path) -> None:
+    verify = partial(findings, place, threads=1)
+    for _ in at_each_opening(place, verify, lambda: save(place, 2)):
+        assert verify() == []
 
 
-def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None:
-    place = tmp_path / "c"
-    save(place, 1)
+def test_an_open_checkpoint_that_is_replaced_is_an_error(place: Path) -> None:
     opened = shardstore.open(place)
     save(place, 2)
     with pytest.raises(ReplacedError, match="was replaced while it was read"):
@@ -164,7 +161,7 @@ def test_an_open_checkpoint_that_is_replaced_is_an_error(tmp_path: Path) -> None
     (place / "w1" / "c.0.0").unlink()
     with pytest.raises(shardstore.errors.ChunkMissingError):
         shardstore.open(place)["w1"][:]
-    place.rename(tmp_path / "elsewhere")  # as for a rank of a machine that lacks the mount
+    place.rename(place.with_name("elsewhere"))  # as for a rank of a machine that lacks the mount
     with pytest.raises(ReplacedError, match=f"{socket.gethostname()} does not see it"):
         opened["w0"][:]
 

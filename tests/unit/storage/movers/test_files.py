@@ -80,6 +80,19 @@ def write_chunk(path: Path, values: NDArray[Any]) -> int:
     return crc
 
 
+def read_into(
+    reader: Any, path: Path, values: NDArray[Any], memory: NDArray[Any], target: NDArray[Any]
+) -> object:
+    """Read a file of these values into a part of a memory of zeros, and nowhere beside it."""
+    crc = write_chunk(path, values)
+    expected = (crc, crc) if values.nbytes <= reader.MOST_BYTES else None
+    assert read_chunk(reader, str(path), values.nbytes, target) == expected
+    assert (target == (values if expected else 0)).all()
+    target[...] = 0
+    assert not memory.any()
+    return expected
+
+
 @given(
     st.one_of(st.integers(0, 3000), st.integers(0, 600_000)),  # less and more than one read
     st.integers(0, 70),
@@ -89,14 +102,8 @@ def test_bytes_are_copied_and_checksummed(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "chunk"
     values = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    crc = write_chunk(path, values)
     memory = np.zeros(target_at + size + 64, np.uint8)
-    target = memory[target_at : target_at + size]
-    expected = (crc, crc) if size <= reader.MOST_BYTES else None
-    assert read_chunk(reader, str(path), size, target) == expected
-    assert (target == (values if expected else 0)).all()
-    target[...] = 0
-    assert not memory.any()  # nothing was written beside it
+    expected = read_into(reader, path, values, memory, memory[target_at : target_at + size])
     assert read_chunk(reader, str(path), size) == expected
 
 
@@ -118,14 +125,8 @@ def test_bytes_are_spread_over_rows(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "chunk"
     values = np.random.default_rng(run).integers(1, 256, (planes, rows, run), np.uint8)
-    crc = write_chunk(path, values)
     memory = aligned((planes, rows, run + gap), "u1", at)
-    target = memory[:, :, :run]
-    expected = (crc, crc) if values.nbytes <= reader.MOST_BYTES else None
-    assert read_chunk(reader, str(path), values.nbytes, target) == expected
-    assert (target == (values if expected else 0)).all()
-    target[...] = 0
-    assert not memory.any()  # nothing was written beside it
+    read_into(reader, path, values, memory, memory[:, :, :run])
 
 
 def test_what_does_not_fit_is_refused(reader: Any, tmp_path: Path) -> None:
