@@ -33,7 +33,7 @@ from shardstore.strategies.zarr import ZarrSaveShardedStrategy
 from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import RankFailed, run_ranks
 from tests.helpers.scenarios import files_at_most, raised, remains, remains_of_all
-from tests.helpers.spoilt_states import WHOLE, check, spoil, state_of
+from tests.helpers.spoilt_states import WHOLE, check, save_later, spoil, state_of
 
 WORLD = 3
 TORCH_DIST: dict[str, Any] = {"sharded_strategy": ("torch_dist", 1)}
@@ -113,7 +113,7 @@ def a_failed_write_reaches_every_rank_however_it_is_asked_for(rank: int, folder:
     queue = AsyncCallsQueue()
 
     def by_handle(name: str = "c", **options: Any) -> None:
-        shardstore.async_save(state_of(rank, WORLD)[0], folder / name, **options).result(60)
+        save_later(folder / name, **options).result(60)
 
     def by_queue(**options: Any) -> None:
         state, _ = state_of(rank, WORLD)
@@ -175,7 +175,7 @@ class Staged(ZarrSaveShardedStrategy):
 
 def the_functions_of_another_strategy_are_called(rank: int, world_size: int, folder: Path) -> None:
     staged = Staged()
-    handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", staged)
+    handle = save_later(folder / "c", staged)
     assert staged.calls[0] == ("preload", threading.get_ident())
     handle.result(60)
     assert [name for name, _ in staged.calls] == ["preload", "write after preload", "end"]
@@ -185,7 +185,7 @@ def the_functions_of_another_strategy_are_called(rank: int, world_size: int, fol
 def a_function_that_fails_on_one_rank_fails_the_save_on_all(rank: int, folder: Path) -> None:
     for name in ("preload", "end"):
         staged = Staged(name if rank == 1 else "")
-        handle = shardstore.async_save(state_of(rank, WORLD)[0], folder / "c", staged)
+        handle = save_later(folder / "c", staged)
         assert f"{name} fails" in str(handle.exception(60))
         assert remains_of_all(folder) == []
 
@@ -199,25 +199,18 @@ def wrong_input_of_one_rank_fails_on_all(rank: int, world_size: int, folder: Pat
     assert isinstance(error, CheckpointingException)
     assert "does not match axis_fragmentations" in str(error)
     budget = -1 if rank == 2 else None
-    with pytest.raises(
-        ValueError if rank == 2 else RanksError, match="staging_budget_bytes=-1 must be"
-    ):
-        shardstore.async_save(
-            state_of(rank, world_size)[0], folder / "c", staging_budget_bytes=budget
-        )
+    kind = ValueError if rank == 2 else RanksError
+    with pytest.raises(kind, match="staging_budget_bytes=-1 must be"):
+        save_later(folder / "c", staging_budget_bytes=budget)
     assert remains_of_all(folder) == []
 
 
 def a_second_save_waits_or_is_refused(rank: int, world_size: int, folder: Path) -> None:
     gated = Gated()
-    first = shardstore.async_save(state_of(rank, world_size)[0], folder / "a", gated)
+    first = save_later(folder / "a", gated)
     if rank != 1:
         gated.gate.set()  # rank 1 holds the others up
-    error = raised(
-        lambda: shardstore.async_save(
-            state_of(rank, world_size)[0], folder / "b", when_busy="refuse"
-        )
-    )
+    error = raised(lambda: save_later(folder / "b", when_busy="refuse"))
     assert isinstance(error, SaveInProgressError | RanksError)
     assert "still running" in str(error)
     assert not first.done()
@@ -225,7 +218,7 @@ def a_second_save_waits_or_is_refused(rank: int, world_size: int, folder: Path) 
     shardstore.save(state_of(rank, world_size)[0], folder / "now")
     check(folder / "now")
     gated.gate.set()
-    second = shardstore.async_save(state_of(rank, world_size)[0], folder / "b")
+    second = save_later(folder / "b")
     assert first.done()
     second.result(60)
     check(folder / "a")
@@ -281,7 +274,7 @@ def loads_of_the_same_place_wait_for_it(rank: int, world_size: int, folder: Path
 
 def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:
     gated = Gated()
-    handle = shardstore.async_save(state_of(rank, world_size)[0], folder / "c", gated)
+    handle = save_later(folder / "c", gated)
     if rank == 1:
         handle.abort()
     dist.barrier()
@@ -291,7 +284,7 @@ def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> 
     assert "aborted before its commit" in str(error)
     assert raised(handle.result) is error
     assert remains_of_all(folder) == []
-    shardstore.async_save(state_of(rank, world_size)[0], folder / "c").result(60)
+    save_later(folder / "c").result(60)
     check(folder / "c")
 
 
@@ -302,10 +295,9 @@ def test_a_scenario_holds_on_all_ranks(held: list[list[str]], scenario: str) -> 
 def _die_in_the_background(rank: int, world_size: int, folder: str) -> None:
     os.environ["SHARDSTORE_DEADLINE_S"] = "20"
     place = Path(folder, "c")
-    shardstore.async_save(state_of(rank, world_size)[0], place).result(60)
+    save_later(place).result(60)
     gated = Gated()
-    state, _ = state_of(rank, world_size)
-    handle = shardstore.async_save(state, place, gated, overwrite=True)
+    handle = save_later(place, gated, overwrite=True)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -348,13 +340,13 @@ def _commit_past_the_deadline(rank: int, world_size: int, folder: str) -> list[i
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(FolderAttempt, "commit", held)
-        first = shardstore.async_save(state_of(rank, world_size)[0], Path(folder, "a"))
+        first = save_later(Path(folder, "a"))
         assert isinstance(first.exception(60), NoneType if rank == 0 else RanksError)
     Path(folder, f"{rank}.txt").touch()
     dist.barrier()
     for name in ("b", "c"):
         made.append(0)
-        shardstore.async_save(state_of(rank, world_size)[0], Path(folder, name)).result(60)
+        save_later(Path(folder, name)).result(60)
     return made
 
 
@@ -370,19 +362,17 @@ def _refused_past_the_deadline(rank: int, world_size: int, folder: str) -> list[
     """On all but the last rank the save before has failed, there it still runs."""
     os.environ["SHARDSTORE_DEADLINE_S"] = "4"
     gated = Gated()
-    first = shardstore.async_save(state_of(rank, world_size)[0], Path(folder, "a"), gated)
+    first = save_later(Path(folder, "a"), gated)
     if rank != world_size - 1:
         gated.gate.set()
         assert isinstance(first.exception(60), RanksError)
     dist.barrier()
     os.environ["SHARDSTORE_DEADLINE_S"] = "600"  # nobody waits for it
     place = Path(folder, "b")
-    error = raised(
-        lambda: shardstore.async_save(state_of(rank, world_size)[0], place, when_busy="refuse")
-    )
+    error = raised(lambda: save_later(place, when_busy="refuse"))
     gated.gate.set()
     assert isinstance(first.exception(60), CheckpointingException)
-    shardstore.async_save(state_of(rank, world_size)[0], place).result(60)
+    save_later(place).result(60)
     check(place)
     return [type(error).__name__, str(error)]
 
@@ -407,8 +397,7 @@ def _late_to_connect(rank: int, world_size: int, folder: str) -> str:
             return channel(*args, **kwargs)
 
         ranks.Channel = late
-    state, _ = state_of(rank, world_size)
-    error = raised(lambda: shardstore.async_save(state, Path(folder, "c"), overwrite=True))
+    error = raised(lambda: save_later(Path(folder, "c"), overwrite=True))
     Path(folder, f"{rank}.txt").touch()
     return f"{type(error).__name__}: {error}"
 

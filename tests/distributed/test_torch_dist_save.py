@@ -32,7 +32,7 @@ from shardstore.strategies.common import TorchCommonSaveStrategy
 from shardstore.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from shardstore.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from tests.helpers.scenarios import files_at_most, logged, raised, remains, remains_of_all
-from tests.helpers.spoilt_states import WHOLE, check, spoil, state_of
+from tests.helpers.spoilt_states import WHOLE, check, save_later, spoil, state_of
 
 WORLD = 2
 FORMAT = ("torch_dist", 1)
@@ -138,7 +138,7 @@ def a_common_part_that_can_not_be_written_fails_on_all(
         save = partial(shardstore.save, state_of(rank, world_size)[0], *how)
         error = raised(save, "the disk is full here")
         assert f"rank {failing}" in str(error) or rank == failing
-        handle = shardstore.async_save(state_of(rank, world_size)[0], *how)
+        handle = save_later(*how)
         assert "the disk is full here" in str(handle.exception(60))
         assert remains_of_all(folder) == []
     # The ranks still understand each other.
@@ -158,7 +158,7 @@ class FailingBefore(TorchDistSaveShardedStrategy):
 def a_rank_that_does_not_come_to_plan_is_not_waited_for(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DEADLINE_VARIABLE, "600")
-        handle = shardstore.async_save(state_of(rank, WORLD)[0], folder / "c", FailingBefore())
+        handle = save_later(folder / "c", FailingBefore())
         error = handle.exception(60)
     assert isinstance(error, StorageError if rank == 1 else RanksError)
     assert "no plan here" in str(error)
@@ -167,9 +167,7 @@ def a_rank_that_does_not_come_to_plan_is_not_waited_for(rank: int, folder: Path)
 
 def a_copy_that_does_not_fit_its_budget_fails_on_all(rank: int, folder: Path) -> None:
     budget = 1 << 30 if rank == 0 else 4096
-    handle = shardstore.async_save(
-        state_of(rank, WORLD)[0], folder / "c", FORMAT, staging_budget_bytes=budget
-    )
+    handle = save_later(folder / "c", FORMAT, staging_budget_bytes=budget)
     error = handle.exception(60)
     assert isinstance(error, RanksError if rank == 0 else ArgumentError)
     assert "staging_budget_bytes=4096" in str(error)

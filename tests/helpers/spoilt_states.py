@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import shardstore
 from shardstore.mapping import ShardedObject, ShardedTensor
@@ -33,6 +34,12 @@ def state_of(rank: int, world_size: int) -> tuple[dict[str, Any], list[Any]]:
         "step": 7,
     }
     return state, [rows, flat, same, about]
+
+
+def save_later(place: Path, *strategy: Any, **options: Any) -> shardstore.AsyncSave:
+    """Save this rank's part asynchronously."""
+    state, _ = state_of(dist.get_rank(), dist.get_world_size())
+    return shardstore.async_save(state, place, *strategy, **options)
 
 
 def spoil(held: list[Any]) -> None:
