@@ -263,6 +263,8 @@ def how_to_save(tensor: torch.Tensor) -> str:
         return f"give save and load the tensors that it holds, {held}, or save its dequantize()"
     if tensor.untyped_storage().device.type == "meta":
         return "give a tensor that has values"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return "give save and load the tensors that it holds"
     return "view(torch.uint8) makes bytes of types below 8 bits"
 
 

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
 import shardstore
@@ -80,6 +81,7 @@ UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
     "uint4": lambda: torch.zeros(4, dtype=torch.uint8).view(torch.uint4),
     "fake": lambda: FakeTensorMode().from_tensor(torch.ones(3)),
+    "masked": lambda: masked_tensor(torch.ones(3), torch.tensor([True, False, True])),
 }
 SHARDS: dict[str, Callable[[], torch.Tensor]] = {
     **UNUSUAL,
@@ -97,6 +99,7 @@ REMEDIES = {
     **dict.fromkeys(("nested", "jagged"), r"unbind\(\)"),
     "quantised": r"int_repr\(\)",
     "uint4": r"view\(torch\.uint8\)",
+    "masked": "the tensors that it holds",
 }
 
 
@@ -133,9 +136,10 @@ def test_unusual_tensors_are_refused_by_key(tmp_path: Path, name: str, how: str)
         assert not place.exists()
 
 
-@pytest.mark.parametrize("name", [name for name in UNUSUAL if name != "nested"])
+@pytest.mark.parametrize("name", sorted({*UNUSUAL} - {"nested", "masked"}))
 def test_unusual_tensors_are_refused_by_key_through_dcp(tmp_path: Path, name: str) -> None:
-    """DCP itself fails for nested tensors that are not jagged, before any storage writer."""
+    """DCP itself fails for masked tensors and for nested ones that are not jagged, before any
+    storage writer."""
     with pytest.raises(CheckpointException) as caught:
         dcp.save(
             {"at": {"bad": UNUSUAL[name]()}},
