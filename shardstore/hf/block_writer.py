@@ -105,38 +105,53 @@ class BlockWriter:
             self._write_blocks()
 
     def _write_blocks(self) -> None:
-        """Write the blocks: first those with pieces of other ranks, because they wait.
+        """Write the blocks: those that other ranks have pieces of, and beside their exchange those
+        of this rank alone.
 
         After an error the pieces of this rank are still sent, because other ranks wait for them.
         """
         ranks, rank, ordered = self.ranks, self.ranks.rank, self.place.in_order
-        shared, alone = [], []
+        shared: list[Block] = []
+        work: list[Block | None] = []
         for block in self.plan.blocks:
             holders = {piece.rank for piece in block.pieces}
             if holders | {block.owner} == {rank} and not ordered:
-                alone.append(block)
+                work.append(block)
             elif rank in holders or rank == block.owner:
                 shared.append(block)
         partners = {p.rank for block in shared for p in block.pieces if block.owner == rank}
         ranks.connect((partners | {block.owner for block in shared}) - {rank})
+        if shared:
+            work.insert(0, None)
+
+        def write(batch: Sequence[Block | None]) -> None:
+            for block in batch:
+                with self.keeping():
+                    if block is None:
+                        self._write_shared(shared)
+                    else:
+                        self._write_block(block, None)
+
+        threads = self.place.threads + bool(shared)
+        run_batched(
+            work,
+            write,
+            threads=threads,
+            weight=lambda block: block.size if block else BLOCK_BYTES,
+            batch_weight=BLOCK_BYTES,
+        )
+
+    def _write_shared(self, blocks: Sequence[Block]) -> None:
+        """Exchange the pieces of blocks, and write those that this rank owns."""
         pending: list[Future[None]] = []
         with ThreadPoolExecutor(self.place.threads, "shardstore-io") as pool:
-            for batch in in_rounds(shared, self._memory_of, ROUND_BYTES):
+            for batch in in_rounds(blocks, self._memory_of, ROUND_BYTES):
                 data: list[tuple[Block, NDArray[np.uint8]]] = []
                 with self.keeping():
                     data = self._put_together(batch)
                 self._wait(pending)
                 pending = [pool.submit(self._write_block, *one) for one in data]
             self._wait(pending)
-
-        def write(blocks: Sequence[Block]) -> None:
-            for block in blocks:
-                self._write_block(block, None)
-
-        threads = self.place.threads
-        run_batched(
-            alone, write, threads=threads, weight=lambda one: one.size, batch_weight=BLOCK_BYTES
-        )
 
     def _memory_of(self, block: Block) -> int:
         """Return the bytes that a shared block takes on this rank: its own, and what is received
