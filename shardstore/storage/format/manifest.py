@@ -222,8 +222,6 @@ class RankManifest:
 
     def _join_packs(self, other: RankManifest, rows: NDArray[np.void]) -> None:
         """Add the packs of another report, and change the places in its rows to these packs."""
-        if not other.packs:
-            return
         files = np.arange(len(other.packs), dtype=np.uint32) + len(self.packs)
         if other.loose is not None and self.loose is not None:
             loose = other.packs.index("")
