@@ -29,6 +29,7 @@ from tests.helpers.verification import verified
 STATE = {
     **{f"layer.{i}": torch.arange(8.0) + i for i in range(20)},
     ".packs": torch.arange(3),  # a name like any other
+    f"layer.{'n' * 300}": torch.arange(3),  # the name of its node is another one
     "step": torch.tensor(3),
 }
 

@@ -58,7 +58,7 @@ def test_a_chunk_that_unpacks_to_gigabytes(tmp_path: Path, compression: str, pla
 def manifests(data: bytes) -> dict[str, bytes]:
     with np.load(io.BytesIO(data)) as found:
         columns = dict(found)
-    zeros = zlib.compress(b" " * 2**28, 1)
+    zeros = zlib.compress(b" " * 2**28)
     bombs = {}
     packed = {**columns, "arrays": np.frombuffer(zeros, np.uint8)}
     out = io.BytesIO()
@@ -68,9 +68,8 @@ def manifests(data: bytes) -> dict[str, bytes]:
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, column in columns.items():
             member = io.BytesIO()
-            np.save(member, column)
-            more = b"\0" * 2**28 if name == "crc32c" else b""
-            archive.writestr(f"{name}.npy", member.getvalue() + more)
+            np.save(member, np.zeros(2**28, np.uint8) if name == "crc32c" else column)
+            archive.writestr(f"{name}.npy", member.getvalue())
     bombs["zip"] = out.getvalue()
     return bombs
 
@@ -83,6 +82,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_a_manifest_that_unpacks_to_gigabytes(saved: Path) -> None:
+    """Of a checkpoint whose commit lacks the sizes of files, as older ones do."""
+    rewrite(saved, lambda root: about(root).pop("file_bytes"), sign=False)
     for name, bomb in manifests((saved / "manifest.npz").read_bytes()).items():
         (saved / "manifest.npz").write_bytes(bomb)
         with bounded(MOST_BYTES // 8):

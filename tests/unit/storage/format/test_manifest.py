@@ -198,7 +198,8 @@ def test_damaged_columns_are_refused(name: str) -> None:
     meta = METAS[0]
     columns = columns_of(merge(reports_of([(meta, indices(meta), True)])).manifest)
     Manifest.from_bytes(packed(columns), "the-url")
-    for wrong in (columns[name][:-1], columns[name][:0], np.array([{}], dtype=object)):
+    column = columns[name]
+    for wrong in (column[:-1], column[:0], column.astype("f8"), np.array([{}], dtype=object)):
         with pytest.raises(DamagedCheckpointError, match="the-url is damaged"):
             Manifest.from_bytes(packed(columns | {name: wrong}), "the-url")
     del columns[name]
