@@ -56,6 +56,7 @@ E, L = "layers.{l}.experts.{e}", "layers.{l}"
 CASES: dict[str, tuple[Rule, torch.Tensor]] = {
     "name": (f"{L}.q", of("q")),
     "stack": (stack(f"{E}.gate", "e"), experts("gate")),
+    "stack over a field of the key": (stack(f"{L}.q", "l"), of("q")[None]),
     "stack of concat": (
         stack(concat(f"{E}.gate", f"{E}.up"), over="e"),
         torch.cat([experts("gate"), experts("up")], 1),
