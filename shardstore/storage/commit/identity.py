@@ -97,7 +97,9 @@ def has_dcp_metadata(location: Location) -> bool:
 def warn_of_dcp(location: Location) -> None:
     """Log a warning if PyTorch DCP wrote over a checkpoint in a folder, from which the older values
     are read. In an object store, the look would be a request."""
-    if location.is_local and location.exists("zarr.json") and has_dcp_metadata(location):
+    if not location.is_local or not location.exists(DCP_METADATA_NAME):
+        return
+    if location.exists("zarr.json") and has_dcp_metadata(location):
         remedy = (
             "For the newer ones, load with dcp.load, or run `shardstore convert %s TARGET`; "
             "to keep the older ones, remove .metadata and *.distcp"

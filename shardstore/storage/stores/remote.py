@@ -181,10 +181,11 @@ async def _require_range(answer: Any) -> None:
 
 
 async def _remember(_: object, __: object, redirect: Any) -> None:
-    """Remember where a file of the Hub comes from, see :data:`_moved`."""
+    """Remember where the ranges of a file of the Hub come from, see :data:`_moved`."""
     asked = redirect.url
     target = asked.join(type(asked)(redirect.response.headers.get("Location", "")))
-    if _COMMIT.match(str(asked)) and target.host != asked.host:
+    is_range = "Range" in redirect.headers  # a URL may be signed for one method
+    if is_range and _COMMIT.match(str(asked)) and target.host != asked.host:
         keep_quiet_about({}, target.raw_query_string)
         _moved[str(asked)] = target
 
