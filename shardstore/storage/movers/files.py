@@ -13,11 +13,10 @@ import contextlib
 import ctypes
 import errno
 import math
-import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -371,8 +370,9 @@ class _MappedFile:
                 raise FileNotFoundError(path) from None
         stack.callback(os.close, self._fd)
         self._size = os.fstat(self._fd).st_size
-        # Mapped once: a mapping takes as long as reading 100 KiB.
-        self._mapped = lru_cache(partial(mmap.mmap, self._fd, 0, access=mmap.ACCESS_READ))
+        # Mapped once: a mapping takes as long as reading 100 KiB. It opens the file again: if it
+        # shares the kernel's readahead with the reads, loads of cold files take half as long again.
+        self._mapped = lru_cache(lambda: np.memmap(self._path, np.uint8, "r"))
 
     def read(self, slab: Slab) -> None:
         """Read a slab."""
@@ -381,8 +381,7 @@ class _MappedFile:
             raise EOFError(f"{self._path} ends at byte {self._size}")
         counters.add(bytes_read=out.nbytes)
         if out.nbytes < last - first:
-            own = np.frombuffer(self._mapped(), np.uint8, last - first, first)
-            out[...] = view_in_chunk(own, out, shape)
+            out[...] = view_in_chunk(self._mapped()[first:last], out, shape)
             return
         memory = as_bytes(out) if out.flags.c_contiguous else scratch(last - first)
         with store_errors("reading", self._path):
