@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -112,34 +114,25 @@ class BlockWriter:
         """
         ranks, rank, ordered = self.ranks, self.ranks.rank, self.place.in_order
         shared: list[Block] = []
-        work: list[Block | None] = []
+        jobs: list[tuple[int, Callable[[], None]]] = []  # with their sizes
         for block in self.plan.blocks:
             holders = {piece.rank for piece in block.pieces}
             if holders | {block.owner} == {rank} and not ordered:
-                work.append(block)
+                jobs.append((block.size, partial(self._write_block, block, None)))
             elif rank in holders or rank == block.owner:
                 shared.append(block)
         partners = {p.rank for block in shared for p in block.pieces if block.owner == rank}
         ranks.connect((partners | {block.owner for block in shared}) - {rank})
         if shared:
-            work.insert(0, None)
+            jobs.insert(0, (BLOCK_BYTES, partial(self._write_shared, shared)))
 
-        def write(batch: Sequence[Block | None]) -> None:
-            for block in batch:
+        def run(batch: Sequence[tuple[int, Callable[[], None]]]) -> None:
+            for _, job in batch:
                 with self.keeping():
-                    if block is None:
-                        self._write_shared(shared)
-                    else:
-                        self._write_block(block, None)
+                    job()
 
         threads = self.place.threads + bool(shared)
-        run_batched(
-            work,
-            write,
-            threads=threads,
-            weight=lambda block: block.size if block else BLOCK_BYTES,
-            batch_weight=BLOCK_BYTES,
-        )
+        run_batched(jobs, run, threads=threads, weight=itemgetter(0), batch_weight=BLOCK_BYTES)
 
     def _write_shared(self, blocks: Sequence[Block]) -> None:
         """Exchange the pieces of blocks, and write those that this rank owns."""

@@ -40,9 +40,9 @@ BLOCK_BYTES = 16 * 1024 * 1024
 """Largest size of a block on a disk."""
 MIN_RUN_BYTES = 1024 * 1024
 """Contiguous runs of a shard of at least this size are blocks; shorter ones are put together."""
-AS_MUCH = 0.9
-"""Part of the most that a rank holds of a block, from which another one holds as much: the ends of
-a block may lie within a row."""
+NEAR_MOST = 0.9
+"""A rank may write a block if it holds at least this part of what the rank with the most of it
+holds: a block that ends within a row has a few elements more of some ranks."""
 
 Holders: TypeAlias = dict[Box, list[int]]
 """Box of a tensor -> the ranks that hold it."""
@@ -289,15 +289,15 @@ def _pieces(
 
 
 def _owned(ranges: Sequence[_Range], ranks: Sequence[int], in_order: bool) -> list[Block]:
-    """Return the ranges as blocks, each written by the rank that holds the most of it. Those of
-    which several ranks hold :data:`AS_MUCH` come last, each to that with the least to write."""
+    """Return the ranges as blocks. The rank that holds the most of one writes it. Those of which
+    several ranks hold about the most come last, and the one with the least to write gets each."""
     load, held, writers = Counter(dict.fromkeys(ranks, 0)), [], []
     for one in ranges:
         parts = Counter[int]()
         for piece, who in one.pieces:
             for rank in who:
                 parts[rank] += piece.nbytes
-        least = AS_MUCH * max(parts.values(), default=0)
+        least = NEAR_MOST * max(parts.values(), default=0)
         held.append(parts)
         writers.append(ranks if in_order else [r for r in parts if parts[r] >= least] or ranks)
     owners: dict[object, int] = {}

@@ -222,9 +222,9 @@ class WeightFiles:
                 return cls(folder, [name])
             document = folder.read(name, MAX_HEADER_BYTES)
         except FileNotFoundError:
-            more = "; give the path of another file or index" if folder is place else ""
-            if more and has_listing(folder):  # it was listed
-                more = f", or not any more, or is a link to no file; load it again, or{more[1:]}"
+            was_listed = ", or not any more, or is a link to no file; load it again, or"
+            why = was_listed if has_listing(folder) else ";"
+            more = f"{why} give the path of another file or index" if folder is place else ""
             raise errors.NotACheckpointError(f"{path} does not exist{more}", url=path) from None
         try:
             index = msgspec.convert(json.loads(document, object_pairs_hook=_unique), _Index)
