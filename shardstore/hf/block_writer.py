@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ from shardstore.saving.plan import LocalData, data_of, fetched
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import Box
 from shardstore.storage.movers.chunk_bytes import as_bytes
-from shardstore.storage.runtime.parallel import in_rounds, run_batched
+from shardstore.storage.runtime.parallel import in_rounds, run_batched, run_together
 
 BoxReader: TypeAlias = Callable[[Box], torch.Tensor]
 """Returns a box of a tensor, in host memory; several threads call it."""
@@ -114,25 +114,32 @@ class BlockWriter:
         """
         ranks, rank, ordered = self.ranks, self.ranks.rank, self.place.in_order
         shared: list[Block] = []
-        jobs: list[tuple[int, Callable[[], None]]] = []  # with their sizes
+        own: list[Block] = []
         for block in self.plan.blocks:
             holders = {piece.rank for piece in block.pieces}
             if holders | {block.owner} == {rank} and not ordered:
-                jobs.append((block.size, partial(self._write_block, block, None)))
+                own.append(block)
             elif rank in holders or rank == block.owner:
                 shared.append(block)
         partners = {p.rank for block in shared for p in block.pieces if block.owner == rank}
         ranks.connect((partners | {block.owner for block in shared}) - {rank})
-        if shared:
-            jobs.insert(0, (BLOCK_BYTES, partial(self._write_shared, shared)))
+        run_together(partial(self._write_shared, shared), partial(self._write_own, own))
 
-        def run(batch: Sequence[tuple[int, Callable[[], None]]]) -> None:
-            for _, job in batch:
+    def _write_own(self, blocks: Sequence[Block]) -> None:
+        """Write blocks that this rank alone has."""
+
+        def write(batch: Sequence[Block]) -> None:
+            for block in batch:
                 with self.keeping():
-                    job()
+                    self._write_block(block, None)
 
-        threads = self.place.threads + bool(shared)
-        run_batched(jobs, run, threads=threads, weight=itemgetter(0), batch_weight=BLOCK_BYTES)
+        run_batched(
+            blocks,
+            write,
+            threads=self.place.threads,
+            weight=attrgetter("size"),
+            batch_weight=BLOCK_BYTES,
+        )
 
     def _write_shared(self, blocks: Sequence[Block]) -> None:
         """Exchange the pieces of blocks, and write those that this rank owns."""

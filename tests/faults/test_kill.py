@@ -127,8 +127,8 @@ def test_the_previous_checkpoint_survives(
     save_whole(1, tmp_path / "c")
     moment = min(int(calls[victim] * part), calls[victim] - 1)
     outcomes = run(tmp_path, victim, moment)
-    if all(outcomes):
-        assert part == 1.0
+    if all(outcomes):  # the others made folders that the victim made where none was killed
+        assert outcomes[victim]["calls"] <= moment
         assert [outcome["error"] for outcome in outcomes] == [""] * WORLD
         assert version_of(tmp_path / "c") == 2
         return
