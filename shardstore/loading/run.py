@@ -9,13 +9,11 @@ unless every rank can read.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -25,7 +23,7 @@ import torch
 from shardstore import coverage, errors, validation
 from shardstore.core import CONFIG_FNAME, DCP_BACKEND, stored_config
 from shardstore.dict_utils import Path as StatePath
-from shardstore.dict_utils import Position, dotted, leaves, shaped_like
+from shardstore.dict_utils import dotted, leaves, shaped_like
 from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import Members, require_group
 from shardstore.dtensor.adoption import Adoption
@@ -36,25 +34,19 @@ from shardstore.dtensor.layout import (
     decide_claims,
     is_claimed,
 )
-from shardstore.loading.plan import (
-    require_cast,
-    require_fitting,
-    require_writable,
-    with_destinations,
-)
+from shardstore.loading.given import NOTHING, SHOWN, fill_given, value_at, warn_unloaded
+from shardstore.loading.plan import require_fitting, with_destinations
 from shardstore.loading.read import LoadContext, read_documents
 from shardstore.loading.replicas import SHARES, ReadGroup, groups_reading_alone, read_group
 from shardstore.mapping import (
     ShardedObject,
     ShardedStateDict,
     StateDict,
-    local_box,
 )
 from shardstore.progress import Meter, ProgressCallback, callback_of, log_event, metered
 from shardstore.state_dict_utils import HeldShards, StateSplit, is_plain
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint, latest_save, settled
 from shardstore.storage.commit.identity import warn_of_dcp
-from shardstore.storage.format import dtypes
 from shardstore.storage.format.names import COMMON_OBJECT, COMMON_STATE_NAME
 from shardstore.storage.options import DEFAULT_BUDGET_BYTES, require_bool, require_number
 from shardstore.storage.runtime.parallel import collector_paused
@@ -74,9 +66,6 @@ Loaded: TypeAlias = StateDict | tuple[StateDict, set[str], set[str]]
 
 DOCUMENTS = ("zarr.json", CONFIG_FNAME, COMMON_STATE_NAME)
 """Documents that every rank of a load needs. One rank reads them for all."""
-_NOTHING = object()
-SHOWN = 3
-"""Number of errors or findings that a text names."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -234,11 +223,13 @@ def run_load(request: LoadRequest) -> Loaded:
         except errors.CheckpointingException as problem:
             _name_as_dcp_does(context, problem)
             raise
-        if matched.from_common or opened.adoption.left:
-            with torch.inference_mode():  # which also changes the tensors that it made
-                _fill(matched, opened.adoption.left, loaded, context)
+        is_adopted = are_adopted(matched.wanted.found)
+        fill_given(matched.from_common, opened.adoption.left if is_adopted else {}, loaded, context)
         loaded = cast(StateDict, shaped_like(request.sharded_state_dict, loaded))
-        _tell_of_arrays(request, opened, matched, loaded)
+        # Without adopted tensors keys are no paths, and the other modes compare them.
+        if is_adopted and request.mode is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
+            arrays = partial(called, matched.for_tensors.load_tensors_metadata, context)
+            warn_unloaded(matched.wanted, opened.adoption, loaded, arrays, context, ranks.rank)
     if ranks.is_coordinator:
         warn_of_dcp(location)
         url, size, seconds = location.url, meter.now.bytes_total, perf_counter() - started
@@ -248,111 +239,6 @@ def run_load(request: LoadRequest) -> Loaded:
     if validation.StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, matched.missing, matched.unexpected
     return loaded
-
-
-def _at(state: Any, path: StatePath) -> Any:
-    """Return the value at a path in dicts and lists; :data:`_NOTHING` if there is none."""
-    for name in path:
-        try:
-            state = state[name] if isinstance(state, dict | list) else _NOTHING
-        except (LookupError, TypeError):
-            return _NOTHING
-    return state
-
-
-def _fill(
-    matched: Matched,
-    left: Mapping[StatePath, torch.Tensor],
-    loaded: StateDict,
-    context: LoadContext,
-) -> None:
-    """Fill the given tensors from common values that were loaded, and put them in their places:
-    DTensors with their parts; plain tensors as far as shape, data type, ``cast`` and memory
-    allow."""
-    for path, held in matched.from_common.items():
-        found = _at(loaded, path)
-        for shard in held.shards:
-            cast(torch.Tensor, shard.data).copy_(found[local_box(shard).slices])
-        _at(loaded, path[:-1])[path[-1]] = held.tensor
-    filled: list[tuple[StatePath, torch.Tensor, torch.Tensor]] = []
-    for path, tensor in left.items() if are_adopted(matched.wanted.found) else ():
-        found = _at(loaded, path)
-        if not isinstance(found, torch.Tensor) or not all(map(dtypes.is_plain, (found, tensor))):
-            continue  # such as one on the meta device
-        if found.shape != tensor.shape:
-            continue
-        key, url = dotted(path), context.stored.location.url
-        with suppress(errors.ArgumentError, errors.DTypeMismatchError):  # expanded, not to be cast
-            if found.dtype != tensor.dtype:
-                require_cast(key, found.dtype, tensor.dtype, url, context.cast)
-            require_writable(tensor, key)
-            filled.append((path, tensor.copy_(found), found.to(tensor.dtype)))
-    uses = Counter(tensor.untyped_storage().data_ptr() for _, tensor, _ in filled)
-    for path, tensor, found in filled:
-        # One tensor may be given for several values, of which it has the last one.
-        if uses[tensor.untyped_storage().data_ptr()] == 1 or _is_same(tensor, found):
-            _at(loaded, path[:-1])[path[-1]] = tensor
-    stored = {path: _at(loaded, path) for path, tensor in left.items() if not tensor.is_meta}
-    kept = [p for p, found in stored.items() if found is not left[p] and found is not _NOTHING]
-    if kept and are_adopted(matched.wanted.found):
-        text = (
-            "%d given tensor(s) are not filled, such as %s: they are not dense, share memory, or "
-            "differ from the stored values in shape or data type (see cast=); the result has the "
-            "stored values"
-        )
-        logger.warning(text, len(kept), [dotted(path) for path in kept[:SHOWN]])
-
-
-def _tell_of_arrays(
-    request: LoadRequest, opened: OpenedLoad, matched: Matched, loaded: StateDict
-) -> None:
-    """Log a warning of stored arrays in whose places, or above or below them, the state dict has a
-    value that is no tensor, or a list of tensors that ends before, and the result has none."""
-    context, wanted, lost = opened.context, matched.wanted, set[str]()
-    for at, given in wanted.others:
-        found = _at(loaded, at)
-        is_list = isinstance(given, list) and isinstance(found, list) and len(found) >= len(given)
-        may_hide = found is _NOTHING or isinstance(at[-1], Position)
-        if may_hide or (isinstance(found, dict | list) and not is_list):
-            lost.add(dotted(at))
-    tensors = [*(at for at, _ in wanted.shards), *opened.adoption.held]
-    lists = {dotted(at[:n]) for at in tensors for n, one in enumerate(at) if type(one) is Position}
-    strict_tells = request.mode is not validation.StrictHandling.ASSUME_OK_UNEXPECTED
-    if strict_tells or not (lost or lists) or not are_adopted(wanted.found):
-        return  # without adopted tensors, keys are no paths
-    others = (at for at, _ in wanted.others)
-    places = (*tensors, *opened.adoption.left, *wanted.empty, *others) if lists else ()
-    known = {name for at in places for name in _prefixes(dotted(at))}
-    arrays: ShardedStateDict = {}
-    with suppress(Exception):  # of a strategy of another program; the load has succeeded
-        arrays = called(matched.for_tensors.load_tensors_metadata, context)
-    below = {name for at in lost for name in _prefixes(at)}
-
-    def is_left(key: str) -> bool:
-        names = [*_prefixes(key)]
-        is_beyond = any(a in lists and b not in known for a, b in pairwise(names))
-        return is_beyond or key in below or not lost.isdisjoint(names)
-
-    if left := sorted(filter(is_left, arrays)):
-        logger.warning(
-            "%d array(s) of %s are not loaded, such as %s: the state dict of rank %d has a value "
-            "that is no tensor in their places, or a list that ends before; give a tensor of the "
-            "stored shape there",
-            len(left),
-            context.stored.location.url,
-            left[:SHOWN],
-            request.ranks.rank,
-        )
-
-
-def _prefixes(name: str) -> Iterable[str]:
-    return accumulate(name.split("."), "{}.{}".format)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with suppress(errors.DTypeMismatchError):  # of a type that no array has
-        return dtypes.as_numpy(one.cpu()).tobytes() == dtypes.as_numpy(other.cpu()).tobytes()
-    return False
 
 
 def _name_as_dcp_does(context: LoadContext, error: errors.CheckpointingException) -> None:
@@ -564,7 +450,7 @@ def _adopted(request: LoadRequest, opened: OpenedLoad) -> OpenedLoad:
             adoption.arrays = {*called(strategy.load_tensors_metadata, context)}
             if are_adopted(wanted.found):  # a tensor that is stored nowhere is a missing array
                 common = called(for_common.load_common, context)
-                left = (path for path in adoption.left if _at(common, path) is _NOTHING)
+                left = (path for path in adoption.left if value_at(common, path) is NOTHING)
                 adoption.arrays |= {*map(dotted, left)}
             adoption.left = {}
             wanted = StateSplit(request.sharded_state_dict, loading=True, adopt=adoption)
@@ -628,13 +514,13 @@ def match_keys(request: LoadRequest, opened: OpenedLoad) -> Matched:
     if common is None:
         common = called(for_common.load_common, context)
     state, adoption = request.sharded_state_dict, opened.adoption
-    held = {at: one for at, one in adoption.held.items() if is_plain(_at(common, at))}
+    held = {at: one for at, one in adoption.held.items() if is_plain(value_at(common, at))}
     if held:
         url = context.stored.location.url
         arrays = called(for_tensors.load_tensors_metadata, context)
         held = {at: one for at, one in held.items() if dotted(at) not in arrays}
         for at, one in held.items():
-            require_fitting(one.shards, _at(common, at), url, context.cast)
+            require_fitting(one.shards, value_at(common, at), url, context.cast)
         keys = {item.key for _, item in wanted.shards} | {*map(dotted, adoption.held)}
         keys -= {*map(dotted, held)}
         wanted = StateSplit(state, loading=True, adopt=adoption, keys=keys)
@@ -691,7 +577,7 @@ def _explained(
         close = get_close_matches(error.key or "", tensors, n=SHOWN)
         text = f"{error}; among its common values are the tensors {close}"
         return errors.MissingKeyError(text, key=error.key, url=url) if close else error
-    is_in_tuple = _at(common, at) is _NOTHING
+    is_in_tuple = value_at(common, at) is NOTHING
     return errors.MissingKeyError(
         f"key {error.key!r} is a common value in {url}, and no array, because it was saved "
         f"as a plain tensor{' in a tuple' * is_in_tuple}: give the load a plain tensor "

@@ -24,7 +24,8 @@ from shardstore.distributed.coordinator import Ranks
 from shardstore.distributed.groups import first_of, group_rank
 from shardstore.hf.writing import ExportKeywords
 from shardstore.inspection.verify import Finding, verify
-from shardstore.loading.run import SHOWN, causes
+from shardstore.loading.given import SHOWN
+from shardstore.loading.run import causes
 from shardstore.manager.schedule import SIGNALS, Answer, Notices, Schedule, Vote, forget_signals
 from shardstore.manager.steps import MARK, Retention, StepInfo, Steps, branches, logger, number_of
 from shardstore.mapping import CommonStateDict, ShardedStateDict, StateDict

@@ -32,8 +32,7 @@ from shardstore.storage.movers.chunks import (
     constant_record,
     constant_value,
 )
-from shardstore.storage.movers.packed import read_packed
-from shardstore.storage.movers.ranges import FilePosition, Slab
+from shardstore.storage.movers.ranges import FilePosition, Slab, read_packed
 from shardstore.storage.movers.verify import ChunkVerifier, chunk_error
 from shardstore.storage.options import DEFAULTS, SaveOptions
 from shardstore.storage.runtime.counters import counters
