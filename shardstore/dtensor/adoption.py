@@ -34,6 +34,7 @@ from shardstore.state_dict_utils import (
     is_dtensor,
     is_plain,
 )
+from shardstore.storage.format import dtypes
 
 
 @dataclass(eq=False, repr=False)
@@ -77,8 +78,8 @@ class Adoption:
         elif not (self.loading or is_plain(value)):
             return value
         elif not (self.arrays is True or (self.arrays and key in self.arrays)):
-            self.left[path] = value
-            return value
+            self.left[path] = value if self.loading else dtypes.unwrapped(value)
+            return self.left[path]
         if key not in self._made:
             self._made[key] = path, self._described(path, key, value)
         other, made = self._made[key]

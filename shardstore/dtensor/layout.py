@@ -155,8 +155,8 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
             if data.numel():
                 found.append(ClaimedTensor(key, data.detach(), *about, holders=holders))
         return HeldShards(tensor, found)
-    is_plain = inner.is_meta or hasattr(inner, "trigger_wait") or dtypes.is_plain(inner)
-    if part.boxes and not is_plain:
+    is_later = inner.is_meta or hasattr(inner, "trigger_wait")
+    if part.boxes and not (is_later or dtypes.is_plain(dtypes.unwrapped(inner))):
         raise DTypeMismatchError(
             f"key {key!r} is a DTensor of {type(inner).__name__}, which has no plain memory; "
             f"{dtypes.how_to_save(inner)}, where t is its to_local(), and each rank has keys of "
@@ -173,6 +173,7 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
         made = cast(Any, type(tensor))(local, cast(Any, tensor)._spec, requires_grad=False)
     if not part.boxes:
         return HeldShards(made, ())
+    local = dtypes.unwrapped(local)
     if not math.prod(shape):
         local = local.new_empty(shape)
     return HeldShards(made, _shards(key, local, shape, part, not loading, holders))

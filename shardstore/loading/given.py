@@ -64,21 +64,21 @@ def fill_given(
     url = context.stored.location.url
     filled: list[tuple[Path, torch.Tensor, torch.Tensor]] = []
     for path, tensor in left.items():
-        found = stored[path]
-        if not isinstance(found, torch.Tensor) or not all(map(dtypes.is_plain, (found, tensor))):
+        found, memory = stored[path], dtypes.unwrapped(tensor)
+        if not isinstance(found, torch.Tensor) or not all(map(dtypes.is_plain, (found, memory))):
             continue  # such as one on the meta device
         if found.shape != tensor.shape:
             continue
         with suppress(errors.ArgumentError, errors.DTypeMismatchError):  # expanded, not to be cast
             if found.dtype != tensor.dtype:
                 require_cast(dotted(path), found.dtype, tensor.dtype, url, context.cast)
-            require_writable(tensor, dotted(path))
-            filled.append((path, tensor.copy_(found), found.to(tensor.dtype)))
-    uses = Counter(tensor.untyped_storage().data_ptr() for _, tensor, _ in filled)
-    for path, tensor, found in filled:
+            require_writable(memory, dotted(path))
+            filled.append((path, memory.copy_(found), found.to(tensor.dtype)))
+    uses = Counter(memory.untyped_storage().data_ptr() for _, memory, _ in filled)
+    for path, memory, found in filled:
         # One tensor may be given for several values, of which it has the last one.
-        if uses[tensor.untyped_storage().data_ptr()] == 1 or _is_same(tensor, found):
-            value_at(loaded, path[:-1])[path[-1]] = stored[path] = tensor
+        if uses[memory.untyped_storage().data_ptr()] == 1 or _is_same(memory, found):
+            value_at(loaded, path[:-1])[path[-1]] = stored[path] = left[path]
     kept = [
         path
         for path, found in stored.items()

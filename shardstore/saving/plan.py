@@ -121,6 +121,8 @@ def plain_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
         tensor = cast(Any, tensor).wait()
     if dtypes.is_plain(tensor):
         return tensor.as_subclass(torch.Tensor).detach()
+    if (held := dtypes.unwrapped(tensor)) is not tensor:
+        return plain_tensor(held, key)
     raise DTypeMismatchError(
         f"key {key!r} is a {type(tensor).__name__} of {tensor.dtype} and layout {tensor.layout} on "
         f"{tensor.device}, which has no plain memory to write; {dtypes.how_to_save(tensor)}",

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardstore
+from shardstore import hf
 from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.dict_utils import leaves
 from shardstore.dtensor import adoption
@@ -53,6 +54,7 @@ from tests.helpers.cli_checkpoints import flip
 from tests.helpers.programs import run_forked
 from tests.helpers.ranks_helper import run_ranks
 from tests.helpers.scenarios import Records, gathered, raised, remains_of_all, run_scenarios
+from tests.helpers.weights import Weight
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -312,6 +314,31 @@ def dtensors_of_wrappers_are_refused_with_the_remedy(
     shardstore.save({"m": held(saved)}, folder / "c")
     shardstore.load({"m": held(given)}, folder / "c")
     assert torch.equal(given._local_tensor.b, torch.full((1, 2), -rank - 1.0))
+
+
+def dtensors_of_weights_for_low_precision_are_filled(
+    rank: int, world_size: int, folder: Path
+) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(float(5 * world_size - 2)).reshape(-1, 1)
+
+    def state(values: torch.Tensor) -> Any:
+        local = values.chunk(world_size)[rank].clone()
+        about = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        weight = Weight(local, torch.ones(()))
+        return DTensor(weight, DTensorSpec(mesh, (Shard(0),), about), requires_grad=False)
+
+    for number, describe in enumerate((dict, shardstore.shard)):
+        shardstore.save(describe({"m": state(whole)}), folder / str(number))
+        given = state(torch.zeros_like(whole))
+        assert shardstore.load(describe({"m": given}), folder / str(number))["m"] is given
+        assert torch.equal(given._local_tensor.held, state(whole)._local_tensor.held)
+    plain = torch.zeros_like(whole)
+    hf.save({"m": state(whole)}, folder / "hf")
+    hf.load({"m": plain}, folder / "hf")
+    hf.load({"m": given}, folder / "hf")
+    assert torch.equal(plain, whole)
+    assert torch.equal(given._local_tensor.held, state(whole)._local_tensor.held)
 
 
 def other_experts_under_one_key_are_told(rank: int, world_size: int, folder: Path) -> None:

@@ -248,6 +248,26 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not has_own_operations or tensor.data_ptr() != 0
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a weight for training in low precision holds, which has its elements;
+    any other tensor as it is.
+
+    Such a weight has the methods for FSDP2's all-gathers, and detached it holds one tensor of its
+    shape and data type, as those of torchao for float8 and MXFP8. Other subclasses that hold
+    tensors may compute their elements.
+    """
+    import torch
+
+    methods = ("fsdp_pre_all_gather", "__tensor_flatten__")
+    if all(hasattr(tensor, method) for method in methods) and not is_plain(tensor):
+        with torch.inference_mode(False):  # in which some of these cannot be detached
+            weight: Any = tensor.detach()  # without scales that were computed from it
+        held = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+        if [(one.dtype, one.shape) for one in held] == [(tensor.dtype, tensor.shape)]:
+            return cast("torch.Tensor", held[0])
+    return tensor
+
+
 def how_to_save(tensor: torch.Tensor) -> str:
     """Return what to do about a tensor that is not :func:`is_plain`, for error texts."""
     import torch

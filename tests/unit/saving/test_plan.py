@@ -17,9 +17,10 @@ from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
 import shardstore
-from shardstore import ShardedObject, ShardedTensor
-from shardstore.dcp import StorageWriter
+from shardstore import ShardedObject, ShardedTensor, hf
+from shardstore.dcp import StorageReader, StorageWriter
 from shardstore.errors import AccessPatternError, DTypeMismatchError
+from tests.helpers.weights import Weight
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -59,6 +60,19 @@ class Kept(Quantised):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class Gathered(Kept):
+    """With FSDP2's methods, as torchao's weights for 4 bits."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.inner,), None
+
+
+class Opaque(Gathered):
+    """That does not say what it holds."""
+
+    __tensor_flatten__ = property()  # type: ignore[assignment]
+
+
 class Plain(torch.Tensor):
     """A subclass that has memory."""
 
@@ -76,6 +90,8 @@ UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
     "wrapper": lambda: Quantised(ints()),
     "kept wrapper": lambda: Kept(ints()),
     "parameter": lambda: torch.nn.Parameter(Kept(ints())),
+    "gathered": lambda: Gathered(ints()),
+    "opaque": lambda: Opaque(ints()),
     "nested": nested,
     "jagged": lambda: nested(layout=torch.jagged),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
@@ -95,11 +111,11 @@ REMEDIES = {
     **dict.fromkeys(("sparse", "csr", "mkldnn"), r"no plain memory.*to_dense\(\)"),
     "meta": "no plain memory.*values",
     "fake": "values",
-    **dict.fromkeys(("wrapper", "kept wrapper", "parameter"), r"__tensor_flatten__"),
+    **dict.fromkeys(("wrapper", "kept wrapper", "parameter", "gathered"), r"__tensor_flatten__"),
     **dict.fromkeys(("nested", "jagged"), r"unbind\(\)"),
     "quantised": r"int_repr\(\)",
     "uint4": r"view\(torch\.uint8\)",
-    "masked": "the tensors that it holds",
+    **dict.fromkeys(("masked", "opaque"), "the tensors that it holds"),
 }
 
 
@@ -168,6 +184,28 @@ def test_subclasses_with_memory_are_saved(tmp_path: Path, tensor: torch.Tensor) 
         shardstore.save(sharded(tensor), tmp_path / str(number), backend)
         loaded: Any = shardstore.load_plain_tensors(tmp_path / str(number))
         assert loaded["at.bad"].tolist() == [1.0] * len(tensor)
+
+
+@pytest.mark.parametrize("how", ["sharded", "shard()", "common"])
+def test_weights_for_low_precision_are_saved_and_filled_as_their_values(
+    tmp_path: Path, how: str
+) -> None:
+    values = torch.arange(12.0).reshape(4, 3)
+    for number, backend in enumerate([("zarr", 2), ("zarr", 1), ("torch_dist", 1)]):
+        place = tmp_path / str(number)
+        saved, given = Weight(values.clone(), torch.ones(())), Weight(torch.zeros(4, 3))
+        shardstore.save(STATES[how](saved), place, backend)
+        loaded: Any = shardstore.load(STATES[how](given), place)["at"]
+        assert isinstance(loaded["bad"], Weight)
+        assert torch.equal(given.held, values)
+    dcp.save({"at": saved}, storage_writer=StorageWriter(tmp_path / "dcp"), no_dist=True)
+    given = Weight(torch.zeros(4, 3))
+    dcp.load({"at": given}, storage_reader=StorageReader(tmp_path / "dcp"), no_dist=True)
+    hf.save({"at": saved}, tmp_path / "hf")
+    exported = Weight(torch.zeros(4, 3))
+    hf.load({"at": exported}, tmp_path / "hf")
+    assert torch.equal(given.held, values)
+    assert torch.equal(exported.held, values)
 
 
 @pytest.mark.parametrize("how", ["shard()", "common"])
