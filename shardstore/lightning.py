@@ -31,7 +31,7 @@ from shardstore.dcp.installation import Place
 from shardstore.dict_utils import dotted, leaves
 from shardstore.distributed.coordinator import Ranks
 from shardstore.errors import ArgumentError, MissingKeyError
-from shardstore.state_dict_utils import is_dtensor
+from shardstore.state_dict_utils import is_distributed
 from shardstore.storage.commit.identity import is_checkpoint
 from shardstore.storage.options import require_bool
 from shardstore.storage.stores.location import Location
@@ -90,7 +90,7 @@ class _WithStorage(_Strategy):  # type: ignore[misc]
     def _write(self, place: Location, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
         def prepare(_: object) -> None:
             for at, value in leaves(rest):
-                if is_dtensor(value):
+                if is_distributed(value):
                     what = f"{dotted(at)!r} is a DTensor, of which rank 0 would pickle its own part"
                     raise ArgumentError(f"{what}: give its full_tensor(), which all ranks call")
             if place.is_local:  # the program may put files beside it, or a link to it, at once
@@ -141,7 +141,7 @@ def _parts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             members[key] = one
             continue
         value = one.state_dict() if hasattr(one, "state_dict") else one
-        is_sharded = any(is_dtensor(each) for _, each in leaves({key: value}))
+        is_sharded = any(is_distributed(each) for _, each in leaves({key: value}))
         (members if is_sharded else rest)[key] = value
     return members, rest
 

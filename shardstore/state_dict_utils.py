@@ -30,6 +30,7 @@ from shardstore.mapping import (
 from shardstore.utils import extract_nonpersistent, extract_sharded_base
 from shardstore.values.record import LIST_LENGTH
 
+PART_NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _SHARDED, _COMMON, _LOCAL, _EMPTY, _FACTORY = "sharded", "common", "local", "empty", "factory"
 _Parts: TypeAlias = dict[str, Any]
 _Walked: TypeAlias = tuple[set[str], _Parts]
@@ -157,6 +158,17 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, kind)
 
 
+def names_its_parts(value: object) -> bool:
+    """Return whether a tensor says itself which parts of a larger one it holds (PyTorch 2.14,
+    ``torch.distributed.checkpoint.CheckpointableTensor``)."""
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in PART_NAMES)
+
+
+def is_distributed(value: object) -> bool:
+    """Return whether ranks hold parts of a tensor: a DTensor, or one that names its parts."""
+    return is_dtensor(value) or names_its_parts(value)
+
+
 def check_tuple(value: tuple[Any, ...], path: dict_utils.Path) -> None:
     """Refuse a tuple with a sharded value in it. Tuples are values, saved whole by one rank."""
     name, inside = dict_utils.dotted(path), [one for _, one in dict_utils.leaves(value)]
@@ -166,10 +178,10 @@ def check_tuple(value: tuple[Any, ...], path: dict_utils.Path) -> None:
             "one rank; make it a list",
             key=name,
         )
-    if any(map(is_dtensor, inside)):
+    if any(map(is_distributed, inside)):
         raise AccessPatternError(
-            f"there is a DTensor inside the tuple at {path}; tuples are not searched for "
-            "tensors, so make it a list",
+            f"there is a DTensor, or a part of a tensor, inside the tuple at {path}; tuples are "
+            "not searched for tensors, so make it a list",
             key=name,
         )
 

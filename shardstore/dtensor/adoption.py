@@ -31,7 +31,7 @@ from shardstore.state_dict_utils import (
     HeldShards,
     check_state,
     check_tuple,
-    is_dtensor,
+    is_distributed,
     is_plain,
 )
 from shardstore.storage.format import dtypes
@@ -48,7 +48,7 @@ class Adoption:
         loading: whether the state is loaded, not saved.
         arrays: keys of the plain tensors that are arrays; ``True``: all. A save takes all after its
             first DTensor.
-        has_dtensors: whether there was a DTensor.
+        has_dtensors: whether there was a DTensor, or a tensor that names its parts.
         held: the DTensors that were described, by path.
         left: the tensors that were left as values, by path; of a save, those that an array can
             have.
@@ -72,7 +72,7 @@ class Adoption:
         if not isinstance(value, torch.Tensor):
             return value if self.everyone is None else claimed(self.everyone, value)
         key = dotted(path)
-        if is_dtensor(value):
+        if is_distributed(value):
             self.has_dtensors = True
             self.arrays = self.arrays or not self.loading
         elif not (self.loading or is_plain(value)):
@@ -92,7 +92,7 @@ class Adoption:
         return made
 
     def _described(self, path: Path, key: str, value: Any) -> Any:
-        if is_dtensor(value):
+        if is_distributed(value):
             held = self.held[path] = held_shards(key, value, self.loading)
             return held
         return ClaimedTensor.from_rank_offsets(key, value)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from shardstore import mapping
 from shardstore.coverage import as_flat_range
 from shardstore.errors import AccessPatternError, ArgumentError, DTypeMismatchError
-from shardstore.state_dict_utils import HeldShards
+from shardstore.state_dict_utils import HeldShards, is_dtensor
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.grid import DEFAULT_TARGET_CHUNK_BYTES, Box, Shape, grid_of
 from shardstore.utils import _sharded_tensor_shard_id, _ShardId
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Runs ``(start, length)`` of an axis, in the order of the local tensor."""
+
+
+ANY_RANKS = frozenset({-1})
+"""The holders of a shard of which nobody knows who holds it; see :class:`ClaimedTensor`."""
 
 
 class AxisCut(NamedTuple):
@@ -122,19 +127,22 @@ def is_flat(shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], items
     return grid_of(shape, boxes, itemsize, DEFAULT_TARGET_CHUNK_BYTES).straddles
 
 
-def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
-    """Return the shards of a DTensor that this rank holds; none if it holds no element.
+def held_shards(key: str, tensor: Any, loading: bool) -> HeldShards:
+    """Return the shards of a tensor that this rank holds; none if it holds no element.
 
     Args:
         key: key of the tensor.
-        tensor: the DTensor. A load replaces one on the meta device by a new one on its mesh's
-            device.
+        tensor: a DTensor, or a tensor that names its parts. A load replaces a DTensor on the meta
+            device by a new one on its mesh's device.
         loading: whether the tensor is loaded, not saved.
 
     Raises:
         AccessPatternError: a placement is neither a shard nor a replica.
+        ArgumentError: a tensor that names its parts is on the meta device.
         DTypeMismatchError: the local tensor is not plain memory.
     """
+    if not is_dtensor(tensor):
+        return HeldShards(tensor, _named_parts(key, tensor))
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -177,6 +185,34 @@ def held_shards(key: str, tensor: DTensor, loading: bool) -> HeldShards:
     if not math.prod(shape):
         local = local.new_empty(shape)
     return HeldShards(made, _shards(key, local, shape, part, not loading, holders))
+
+
+def _named_parts(key: str, tensor: Any) -> list[mapping.ShardedTensor]:
+    """Return the shards of a tensor that names its parts. Several ranks may hold one."""
+    parts = [tensor.global_offsets, tensor.local_offsets, tensor.local_sizes]
+    counts, shape = [*map(len, parts)], tuple(tensor.global_shape)
+    if len(set(counts)) > 1:
+        raise AccessPatternError(
+            f"key {key!r} names {counts} global_offsets, local_offsets and local_sizes; give as "
+            "many of each",
+            key=key,
+        )
+    if tensor.is_meta:
+        raise ArgumentError(
+            f"key {key!r} names its parts and is on the meta device, where it has no values; make "
+            "it with torch.empty_like() on another device, and name its parts there",
+            key=key,
+        )
+    data = dtypes.unwrapped(tensor.detach())
+    if not math.prod(shape):
+        parts, data = [[(0,) * len(shape)], [()], [shape]], data.new_empty(shape)
+    found: list[mapping.ShardedTensor] = []
+    for start, at, size in zip(*parts, strict=True):
+        held = data[tuple(map(slice, at, map(operator.add, at, size)))]
+        about = (held.dtype, tuple(size), shape, tuple(start), None)
+        if held.numel() or not math.prod(shape):
+            found.append(ClaimedTensor(key, held, *about, holders=ANY_RANKS))
+    return found
 
 
 class _Part(NamedTuple):
@@ -256,22 +292,22 @@ def _part(
 
 
 def factory_of(key: str, held: HeldShards) -> Any:
-    """Return a factory of the shards of a DTensor that merges them back into it; a
+    """Return a factory of the shards of a tensor that merges them back into it; a
     :class:`LocalNonpersistentObject` if this rank holds none."""
     if not held.shards:
         return mapping.LocalNonpersistentObject(held.tensor)
     with torch.no_grad():
-        local = held.tensor.to_local().detach()
+        local = (held.tensor.to_local() if is_dtensor(held.tensor) else held.tensor).detach()
     shards = {str(number): one for number, one in enumerate(held.shards)}
 
-    def merge(_: object) -> DTensor:
+    def merge(_: object) -> torch.Tensor:
         if local.is_meta:
             raise ArgumentError(
                 f"{key!r}: shard() was given a DTensor on the meta device, which has no memory to "
                 "load into; give load() the DTensor itself, or make it with torch.empty_like() on "
                 "another device first"
             )
-        return cast("DTensor", held.tensor)
+        return cast(torch.Tensor, held.tensor)
 
     return mapping.ShardedTensorFactory(key, local, lambda *_: {**shards}, merge)
 

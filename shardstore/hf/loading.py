@@ -39,7 +39,7 @@ from shardstore.loading.read import LoadContext, read_chunks
 from shardstore.loading.replicas import ReadGroup, groups_reading_alone, read_group
 from shardstore.loading.run import LoadRequest
 from shardstore.progress import Meter, ProgressCallback, log_event, metered
-from shardstore.state_dict_utils import HeldShards, StateSplit
+from shardstore.state_dict_utils import HeldShards, StateSplit, names_its_parts
 from shardstore.storage.checkpoint import settled
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta, array_of_one_chunk
@@ -408,7 +408,8 @@ class _Adoption(Adoption):
     def __call__(self, value: Any, path: dict_utils.Path) -> Any:
         """See :class:`Adoption`."""
         local = getattr(value, "_local_tensor", value)
-        if type(local) not in (torch.Tensor, torch.nn.Parameter) or not local.is_meta:
+        is_of_torch = type(local) in (torch.Tensor, torch.nn.Parameter)
+        if not (is_of_torch and local.is_meta) or names_its_parts(value):
             return super().__call__(value, path)
         memory = local.untyped_storage()._cdata, local.storage_offset(), *elements_of(local)
         if local is value and memory not in self.real:

@@ -460,6 +460,63 @@ def a_local_tensor_that_says_where_it_is(rank: int, world_size: int, folder: Pat
         assert torch.equal(given._local_tensor, held([0, 3, 5, 2], whole)._local_tensor)
 
 
+def parts_of(source: torch.Tensor, parts: list[tuple[slice, slice]]) -> Any:
+    """Blocks of a matrix, one below the other, with a row of -1 above each."""
+    width = max((len(source[part][0]) for part in parts), default=0)
+    local = torch.full((sum(len(source[part]) + 1 for part in parts), width), -1.0)
+    made: Any = local
+    made.global_shape = tuple(source.shape)
+    made.global_offsets, made.local_offsets, made.local_sizes = [], [], []
+    row = 1
+    for part in parts:
+        block = source[part]
+        local[row : row + len(block), : block.shape[1]] = block
+        made.global_offsets.append((part[0].start or 0, part[1].start or 0))
+        made.local_offsets.append((row, 0))
+        made.local_sizes.append(tuple(block.shape))
+        row += len(block) + 1
+    return made
+
+
+def tensors_that_name_their_parts(rank: int, world_size: int, folder: Path) -> None:
+    """As PyTorch's ``CheckpointableTensor``: ranks hold several parts, the same one, or none."""
+    whole = torch.arange(30.0).reshape(10, 3)
+    right, all_columns = slice(1, 3), slice(None)
+    shared = (slice(2, 10), right)
+    saved = [[(slice(0, 2), all_columns), (slice(2, 10), slice(0, 1))], [shared], [shared], []]
+    above, below = slice(0, 5), slice(5, 10)
+    first = [(above, all_columns)]
+    wanted = [[], first, [(below, right), (below, slice(0, 1))], first]
+    for n, describe in enumerate((dict, shardstore.shard)):
+        state = {"w": parts_of(whole, saved[rank]), "plain": torch.ones(2)}
+        shardstore.save(describe(state), folder / f"c{n}", replicas="equal")
+        assert torch.equal(shardstore.load_plain_tensors(folder / f"c{n}")["w"], whole)
+        given = parts_of(torch.zeros_like(whole), wanted[rank])
+        loaded = shardstore.load(
+            describe({"w": given, "plain": torch.zeros(2)}), folder / f"c{n}", strict="raise_all"
+        )
+        assert loaded["w"] is given
+        assert torch.equal(given, parts_of(whole, wanted[rank]))
+        assert torch.equal(loaded["plain"], torch.ones(2))
+    hf.save({"w": parts_of(whole, saved[rank])}, folder / "hf")
+    hf.load({"w": (given := parts_of(torch.zeros_like(whole), wanted[rank]))}, folder / "hf")
+    assert torch.equal(given, parts_of(whole, wanted[rank]))
+    nothing = torch.empty(0, 3)
+    shardstore.save({"w": parts_of(nothing, [])}, folder / "nothing")
+    assert shardstore.load_plain_tensors(folder / "nothing")["w"].shape == (0, 3)
+    of_meta, short = parts_of(whole, saved[1]).to("meta"), parts_of(whole, saved[1])
+    for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
+        setattr(of_meta, name, getattr(short, name))
+    short.local_sizes = []
+    for load in (shardstore.load, hf.load):
+        call = partial(load, {"w": of_meta}, folder / ("hf" if load is hf.load else "c0"))
+        raised(call, "'w' names its parts", "meta device", kind=ArgumentError | RanksError)
+    save = partial(shardstore.save, {"w": short}, folder / "d")
+    raised(save, "'w' names [1, 1, 0] global_offsets", kind=AccessPatternError | RanksError)
+    save = partial(shardstore.save, {"w": (parts_of(whole, saved[rank]),)}, folder / "d")
+    raised(save, "inside the tuple", kind=AccessPatternError | RanksError)
+
+
 def a_described_dtensor_without_memory_is_named(rank: int, world_size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     whole = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
