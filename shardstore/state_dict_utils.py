@@ -31,6 +31,7 @@ from shardstore.utils import extract_nonpersistent, extract_sharded_base
 from shardstore.values.record import LIST_LENGTH
 
 PART_NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""Attributes of a tensor that names its parts, see :func:`names_its_parts`."""
 _SHARDED, _COMMON, _LOCAL, _EMPTY, _FACTORY = "sharded", "common", "local", "empty", "factory"
 _Parts: TypeAlias = dict[str, Any]
 _Walked: TypeAlias = tuple[set[str], _Parts]

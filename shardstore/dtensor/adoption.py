@@ -2,8 +2,9 @@
 
 :func:`shardstore.save` and :func:`shardstore.load` follow the same rules:
 
-- A **DTensor** in nested dicts and lists is a sharded tensor. Its key is its path of dict keys and
-  list positions, joined by dots (``model.layers.0.weight``).
+- A **DTensor** in nested dicts and lists is a sharded tensor, and so is a tensor that names its
+  parts. Its key is its path of dict keys and list positions, joined by dots
+  (``model.layers.0.weight``).
 - A **plain tensor** is an array too, if the state of any rank holds DTensors, or if the ranks hold
   different tensors and none of Megatron-Core's types. Otherwise it is a common value. Without
   Megatron-Core's types, a load fills a plain tensor from the array stored under its path, or from
