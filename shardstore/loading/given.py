@@ -15,7 +15,7 @@ import torch
 from shardstore import errors
 from shardstore.dict_utils import Path, Position, dotted
 from shardstore.dtensor.adoption import Adoption
-from shardstore.loading.plan import require_cast, require_writable
+from shardstore.loading.plan import require_cast, require_writable, warn_of_casts
 from shardstore.loading.read import LoadContext
 from shardstore.mapping import StateDict, local_box
 from shardstore.state_dict_utils import HeldShards, StateSplit
@@ -55,8 +55,10 @@ def fill_given(
         loaded: the loaded state.
         context: the context of the load.
     """
+    differing: list[str] = []
     for path, one in held.items():
         found = value_at(loaded, path)
+        differing += _cast(path, found, one.tensor)
         for shard in one.shards:
             cast(torch.Tensor, shard.data).copy_(found[local_box(shard).slices])
         value_at(loaded, path[:-1])[path[-1]] = one.tensor
@@ -74,11 +76,14 @@ def fill_given(
                 require_cast(dotted(path), found.dtype, tensor.dtype, url, context.cast)
             require_writable(memory, dotted(path))
             filled.append((path, memory.copy_(found), found.to(tensor.dtype)))
+            differing += _cast(path, found, tensor)
     uses = Counter(memory.untyped_storage().data_ptr() for _, memory, _ in filled)
     for path, memory, found in filled:
         # One tensor may be given for several values, of which it has the last one.
         if uses[memory.untyped_storage().data_ptr()] == 1 or _is_same(memory, found):
             value_at(loaded, path[:-1])[path[-1]] = stored[path] = left[path]
+    if differing and context.cast == "warn":
+        warn_of_casts(differing, url)
     kept = [
         path
         for path, found in stored.items()
@@ -92,6 +97,12 @@ def fill_given(
             len(kept),
             [dotted(path) for path in kept[:SHOWN]],
         )
+
+
+def _cast(path: Path, stored: torch.Tensor, given: torch.Tensor) -> list[str]:
+    """Return what :func:`.warn_of_casts` names, if a tensor is cast."""
+    names = [str(one.dtype).removeprefix("torch.") for one in (stored, given)]
+    return [f"{dotted(path)!r} ({' as '.join(names)})"] if stored.dtype != given.dtype else []
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -114,9 +114,14 @@ def plan_reads(
         if cast == "warn" and meta.dtype != (requested := dtypes.zarr_name(tensor.dtype)):
             differing.append(f"{tensor.key!r} ({meta.dtype} as {requested})")
     if differing:
-        text = "%d tensors of %s are stored in another data type and are cast, such as %s"
-        logger.warning(text, len(differing), url, differing[0])
+        warn_of_casts(differing, url)
     return plan
+
+
+def warn_of_casts(differing: Sequence[str], url: str) -> None:
+    """Log a warning of tensors that are cast: their keys, each with both data types."""
+    text = "%d tensors of %s are stored in another data type and are cast, such as %s"
+    logger.warning(text, len(differing), url, differing[0])
 
 
 class _Span(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -55,16 +55,18 @@ def test_a_given_tensor_that_does_not_fit_is_left_and_named_and_the_stored_one_r
     assert "['w']: they are not dense, share memory, or" in text
 
 
+@pytest.mark.parametrize("cast", [True, "warn"])
 def test_given_tensors_of_another_data_type_are_filled_if_they_may_be_cast(
-    place: Path, caplog: pytest.LogCaptureFixture
+    place: Path, caplog: pytest.LogCaptureFixture, cast: bool | Literal["warn"]
 ) -> None:
     whole = torch.zeros(2, dtype=torch.bfloat16)
     given: Any = {"w": whole, "inner": [torch.zeros(3), {"b": torch.zeros(1)}]}
-    found: Any = shardstore.load(given, place, cast=True)
+    found: Any = shardstore.load(given, place, cast=cast)
     assert (whole.tolist(), given["inner"][0].tolist()) == ([1, 1], [0, 1, 2])
     assert found["w"].data_ptr() == whole.data_ptr()
     assert found["inner"][0].data_ptr() == given["inner"][0].data_ptr()
-    assert caplog.messages == []
+    assert len(caplog.messages) == (cast == "warn")
+    assert "2 tensors of" in caplog.text or cast is True
 
 
 @pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(2, device="meta")])
