@@ -361,14 +361,23 @@ def test_a_revision_of_the_hub(hub: RangeServer, revision: str, written: str) ->
         hf.load(state(), "hf://org/tiny@other", storage_options=options)
 
 
-@pytest.mark.parametrize("good_for", [1000, 3])
-def test_the_hub_is_asked_once_for_many_ranges(hub: RangeServer, good_for: int) -> None:
+@pytest.mark.parametrize(
+    ("good_for", "place"),
+    [
+        (1000, "hf://org/tiny/large.safetensors"),
+        (3, "hf://org/tiny/large.safetensors"),
+        (1000, "{}/org/tiny/resolve/main/large.safetensors?download=true"),
+    ],
+)
+def test_the_hub_is_asked_once_for_many_ranges(hub: RangeServer, good_for: int, place: str) -> None:
     """It counts requests; the server that it redirects to does not, until a signature expires."""
     large = torch.arange(12 * 2**20, dtype=torch.float32).reshape(12, -1)
     save_file({"w": large}, hub.folder / "large.safetensors")
     hub.commits, hub.expires_after = {f"{good_for:040}": hub.folder}, good_for
     found = {"w": torch.zeros_like(large)}
-    hf.load(found, "hf://org/tiny/large.safetensors", storage_options={"token": SECRET})
+    hub.token = SECRET if place.startswith("hf:") else ""
+    options = {"token": SECRET} if hub.token else None
+    hf.load(found, place.format(hub.url), storage_options=options)
     assert torch.equal(found["w"], large)
     hosts = [path.split("/")[1] for _, path, part in hub.requests if part]
     assert hosts.count("cdn") >= 7

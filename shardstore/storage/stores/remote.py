@@ -182,7 +182,7 @@ async def _require_range(answer: Any) -> None:
 
 async def _remember(_: object, __: object, redirect: Any) -> None:
     """Remember where the ranges of a file of the Hub come from, see :data:`_moved`."""
-    asked = redirect.url
+    asked = redirect.url.with_query(None)  # such as that of a copied link, "?download=true"
     target = asked.join(type(asked)(redirect.response.headers.get("Location", "")))
     is_range = "Range" in redirect.headers  # a URL may be signed for one method
     if is_range and _COMMIT.match(str(asked)) and target.host != asked.host:
