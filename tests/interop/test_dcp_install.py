@@ -197,6 +197,11 @@ def test_what_was_written_last_is_read_or_named(
         assert same(loaded_by(StorageReader(place)), state(value))
         assert caplog.text.count(text) == 3
         caplog.clear()
+    (place / ".metadata").unlink()
+    os.mkfifo(place / ".metadata")  # not readable, as one that another user keeps private
+    assert shardstore.load({}, place)
+    assert shardstore.open(place)
+    assert same(loaded_by(StorageReader(place)), state(value))
 
 
 @pytest.mark.usefixtures("installed")

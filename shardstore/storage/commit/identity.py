@@ -10,6 +10,7 @@ import json
 import logging
 import pickle
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 from shardstore.errors import (
     ArgumentError,
@@ -97,15 +98,15 @@ def has_dcp_metadata(location: Location) -> bool:
 def warn_of_dcp(location: Location) -> None:
     """Log a warning if PyTorch DCP wrote over a checkpoint in a folder, from which the older values
     are read. In an object store, the look would be a request."""
-    if not location.is_local or not location.exists(DCP_METADATA_NAME):
-        return
-    if location.exists("zarr.json") and has_dcp_metadata(location):
-        remedy = (
-            "For the newer ones, load with dcp.load, or run `shardstore convert %s TARGET`; "
-            "to keep the older ones, remove .metadata and *.distcp"
-        )
-        text = "%s: read from shardstore's files, over which PyTorch DCP saved newer values. "
-        logger.warning(text + remedy, *[location.url] * 2)
+    both = (DCP_METADATA_NAME, "zarr.json")
+    with suppress(CheckpointingException):  # what lies beside it does not make the load fail
+        if location.is_local and all(map(location.exists, both)) and has_dcp_metadata(location):
+            remedy = (
+                "For the newer ones, load with dcp.load, or run `shardstore convert %s TARGET`; "
+                "to keep the older ones, remove .metadata and *.distcp"
+            )
+            text = "%s: read from shardstore's files, over which PyTorch DCP saved newer values. "
+            logger.warning(text + remedy, *[location.url] * 2)
 
 
 def instead(location: Location) -> str | None:
