@@ -118,7 +118,8 @@ def instead(location: Location) -> str | None:
     try:
         if not location.is_file():
             return _folder(location)
-        if (above := location.parent()) is not None and above.exists(CONFIG_NAME):
+        above = location.parent()
+        if above and b'"sharded_backend"' in (above.read_if_there(CONFIG_NAME) or b""):
             return f"it is a file of a checkpoint: give its folder, {above.url}"
     except (CheckpointingException, OSError, NotImplementedError):
         return None

@@ -253,6 +253,14 @@ def test_a_file_of_dcp_names_its_folder(cli: Cli, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_model_beside_a_document_of_another_program_is_no_file_of_a_checkpoint(
+    cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "metadata.json").write_text('{"model": "gpt"}')
+    torch.save({}, tmp_path / "model.pt")
+    assert "load it with torch.load" in cli.refused("info", tmp_path / "model.pt")
+
+
 WRONG = [
     (["lss"], "see `shardstore --help`"),
     (["ls"], "Missing argument"),
