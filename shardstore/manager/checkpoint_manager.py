@@ -571,7 +571,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             there = {number: info for number, info in infos.items() if number not in damaged}
             steps.warn_of_later(there, chosen)
         found = loaded[0] if isinstance(loaded, tuple) else loaded
-        if [*(found.get(CONTENT_METADATA_KEY) or ())] == [MARK]:  # no key that the save was given
+        content = found.get(CONTENT_METADATA_KEY)
+        if isinstance(content, dict) and [*content] == [MARK]:  # no key that the save was given
             del found[CONTENT_METADATA_KEY]
         return Restored(chosen, loaded, place.url, tuple(damaged))
 

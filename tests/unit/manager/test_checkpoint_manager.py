@@ -173,6 +173,12 @@ def test_verify_first_finds_what_no_rank_asks_for(
         manager.restore(state, 2, verify_first=True)
 
 
+def test_content_metadata_of_any_type_are_restored(tmp_path: Path) -> None:
+    """A step that no manager saved may have a value of this name."""
+    shardstore.save({"content_metadata": 5, **state_of(1)}, tmp_path / "step-1")
+    assert restored(CheckpointManager(tmp_path), wanted()[0]).state["content_metadata"] == 5
+
+
 def test_no_whole_step_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, state_of(1))
