@@ -438,7 +438,8 @@ def _refuse_unscaled(source: SourceTensor, files: WeightFiles, key: str) -> None
             raise DTypeMismatchError(
                 f"key {key!r} is stored as {source.dtype} in {files.location.url}, and its scales "
                 f"as {found!r}: load both as they are stored, and apply the scales. dequantize= "
-                f"does so for float8 with scales {' or '.join(name + s for s in SCALE_SUFFIXES)}",
+                "does so in tensors of a larger float type, for float8 with scales "
+                f"{' or '.join(name + s for s in SCALE_SUFFIXES)}",
                 key=key,
             )
 

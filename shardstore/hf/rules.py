@@ -265,8 +265,7 @@ class Sources:
             raise errors.MissingKeyError(f"{key!r} is not stored in {self.url}", key=key)
         array = self.arrays[key]
         scales = [self.arrays[key + end] for end in SCALE_SUFFIXES if key + end in self.arrays]
-        has_codes = dtype.startswith(("float8", "float4", "int", "uint", "bool"))
-        is_cast = array.dtype.startswith("float8") and not has_codes
+        is_cast = array.dtype.startswith("float8") and re.fullmatch("b?float(16|32|64)", dtype)
         if is_cast and scales and self.block_shape is not None:
             return _quantised(array, scales[0], self.block_shape, dtype)
         return _stored(array)
