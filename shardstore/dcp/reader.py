@@ -304,8 +304,8 @@ class StorageReader(Placed, DcpStorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Log what :func:`warn_of_dcp` does; :meth:`read_metadata` opened the checkpoint. All ranks
-        call it."""
+        """Log a warning if DCP wrote newer values there, see :func:`warn_of_dcp`. All ranks call
+        it."""
         if is_coordinator:
             warn_of_dcp(self._place)
 

@@ -222,10 +222,11 @@ class WeightFiles:
                 return cls(folder, [name])
             document = folder.read(name, MAX_HEADER_BYTES)
         except FileNotFoundError:
-            was_listed = ", or not any more, or is a link to no file; load it again, or"
-            why = was_listed if has_listing(folder) else ";"
-            more = f"{why} give the path of another file or index" if folder is place else ""
-            raise errors.NotACheckpointError(f"{path} does not exist{more}", url=path) from None
+            why = "does not exist;"
+            if folder is place and has_listing(folder):
+                why = "was removed, or is a link to no file; load it again, or"
+            text = f"{path} {why} give the path of another file or index"
+            raise errors.NotACheckpointError(text, url=path) from None
         try:
             index = msgspec.convert(json.loads(document, object_pairs_hook=_unique), _Index)
         except (msgspec.ValidationError, RecursionError, ValueError) as error:
