@@ -16,9 +16,46 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore import CheckpointManager, latest
 from shardstore.errors import CheckpointExistsError, NotACheckpointError, StorageError
-from shardstore.manager.steps import Retention, StepInfo, branches
+from shardstore.manager.steps import Retention, StepInfo, Steps, branches
+from shardstore.storage.stores.location import Location
 from tests.helpers.managed import restored, state_of, wanted, warnings_of
 from tests.helpers.users import another_user, folder_for_all
+
+
+def deleting(monkeypatch: pytest.MonkeyPatch, method: str, root: Path, *steps: int) -> None:
+    """Let another process delete a step after each of the first calls of a method of Steps."""
+    called, left = getattr(Steps, method), list(steps)
+
+    def then_deleted(one: Steps) -> Any:
+        found = called(one)
+        if left:
+            shardstore.delete_checkpoint(root / f"step-{left.pop(0)}")
+        return found
+
+    monkeypatch.setattr(Steps, method, then_deleted)
+
+
+def test_steps_that_are_deleted_after_they_were_listed_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3, 4):
+        shardstore.save(state_of(step), tmp_path / f"step-{step}")
+    deleting(monkeypatch, "committed", tmp_path, 1, 2, 4)
+    assert [*Steps(Location.of(tmp_path), "step-").infos()] == [3]
+
+
+def test_steps_that_are_deleted_during_a_restore_are_passed_over_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, state_of(step))
+    (tmp_path / "step-3/w/c.0.0").unlink()
+    deleting(monkeypatch, "infos", tmp_path, 2)
+    found = restored(manager, wanted()[0])
+    assert (found.step, found.damaged) == (1, (3,))
+    (text,) = warnings_of(caplog)
+    assert "step 3" in text
 
 
 def test_a_run_that_went_back_goes_on_from_there(
