@@ -214,7 +214,8 @@ def plan_blocks(
             :data:`~shardstore.hf.files.ALIGNMENT`; ``None``: they are cut where shards end.
         in_order: one rank writes each file, from its beginning to its end.
     """
-    arrays = sorted(arrays, key=lambda meta: layout.places[meta.key])
+    # An empty tensor is held by no rank, and begins where another does.
+    arrays = sorted((m for m in arrays if holders[m.key]), key=lambda m: layout.places[m.key])
     if part_bytes is None:
         ranges = _where_shards_end(layout, arrays, holders)
     else:

@@ -608,6 +608,18 @@ def _check(block: blocks.Block, layout: FileLayout, arrays: Any, holders: Any) -
     assert set(found[:head]) <= {0}
 
 
+def test_an_empty_tensor_at_the_first_byte_of_a_larger_one_has_no_pieces() -> None:
+    sizes = {"a": (100, torch.uint8), "b": (4, torch.float32), "c": (0, torch.float32)}
+    shards = [
+        ShardedTensor(k, None, dtype, (n,), (n,), (0,), None) for k, (n, dtype) in sizes.items()
+    ]
+    arrays, holders = blocks.held_by([report_shards(shards)], [0])
+    layout = FileLayout.of(arrays, 2**40, {}, SINGLE_NAME)
+    assert layout.places["a"] == layout.places["c"]
+    plan = blocks.plan_blocks(layout, arrays, holders, [0], 64)
+    assert sum(piece.nbytes for block in plan for piece in block.pieces) == 116
+
+
 def test_replicas_divide_the_writing() -> None:
     tensor = ShardedTensor("w", None, torch.float32, (4096, 4096), (4096, 4096), (0, 0), (1, 1))
     arrays, holders = blocks.held_by([report_shards([tensor])] * 4, range(4))
