@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -220,7 +221,7 @@ def plan_blocks(
         ranges = _where_shards_end(layout, arrays, holders)
     else:
         ranges = _parts(layout, arrays, holders, part_bytes)
-    return _owned([*ranges], ranks, in_order)
+    return _owned(ranges, ranks, in_order)
 
 
 def _parts(
@@ -289,35 +290,32 @@ def _pieces(
             at += whole.size * size
 
 
-def _owned(ranges: Sequence[_Range], ranks: Sequence[int], in_order: bool) -> list[Block]:
+def _owned(ranges: Iterable[_Range], ranks: Sequence[int], in_order: bool) -> list[Block]:
     """Return the ranges as blocks. The rank that holds the most of one writes it. Those of which
     several ranks hold about the most come last, and the one with the least to write gets each."""
-    load, held, writers = Counter(dict.fromkeys(ranks, 0)), [], []
+    found: list[tuple[_Range, Counter[int], Sequence[int]]] = []
     for one in ranges:
-        parts = Counter[int]()
+        held = Counter[int]()
         for piece, who in one.pieces:
             for rank in who:
-                parts[rank] += piece.nbytes
-        least = NEAR_MOST * max(parts.values(), default=0)
-        held.append(parts)
-        writers.append(ranks if in_order else [r for r in parts if parts[r] >= least] or ranks)
-    owners: dict[object, int] = {}
-    for number in sorted(range(len(ranges)), key=lambda number: len(writers[number])):
-        of = ranges[number].name if in_order else number
-        if of not in owners:
-            owners[of] = min(writers[number], key=lambda rank: (load[rank], rank))
-        load[owners[of]] += ranges[number].stop - ranges[number].start
-    blocks = []
-    for number, (one, parts) in enumerate(zip(ranges, held, strict=True)):
-        owner = owners[one.name if in_order else number]
-        found = [
+                held[rank] += piece.nbytes
+        least = NEAR_MOST * max(held.values(), default=0)
+        writers = ranks if in_order else [r for r in held if held[r] >= least] or ranks
+        found.append((one, held, writers))
+    load, of_file, blocks = Counter(dict.fromkeys(ranks, 0)), dict[str, int](), list[Block]()
+    for one, held, writers in sorted(found, key=lambda each: len(each[2])):
+        owner = min(writers, key=lambda rank: (load[rank], rank))
+        if in_order:
+            owner = of_file.setdefault(one.name, owner)
+        load[owner] += one.stop - one.start
+        pieces = [
             piece._replace(
-                rank=owner if owner in who else min(who, key=lambda rank: (-parts[rank], rank))
+                rank=owner if owner in who else min(who, key=lambda rank: (-held[rank], rank))
             )
             for piece, who in one.pieces
         ]
-        blocks.append(Block(one.name, one.start, one.stop, owner, found))
-    return blocks
+        blocks.append(Block(one.name, one.start, one.stop, owner, pieces))
+    return sorted(blocks, key=attrgetter("name", "start"))
 
 
 class _Sweep:
