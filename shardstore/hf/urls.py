@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec
 
-from shardstore.errors import ArgumentError, CheckpointingException
+from shardstore.errors import ArgumentError
 from shardstore.storage.stores.errors import keep_quiet_about
 from shardstore.storage.stores.location import Location, checked_options, shown
 
@@ -23,7 +23,7 @@ HUB = "https://huggingface.co"
 _KINDS = ("datasets", "spaces")
 _RESOLVE = re.compile(
     rf"(https?://.+?)/((?:{'|'.join(_KINDS)})/)?([^/]+/[^/]+)/resolve/"
-    "(?![0-9a-f]{40}(?:/|$))([^/]+)(|/.+)"  # a commit does not change
+    r"(?![0-9a-f]{40}\b)([^/]+)(|/.+)"  # a commit does not change
 )
 
 
@@ -83,7 +83,7 @@ def pinned(place: Location) -> Location:
     try:
         about = place.at(f"{endpoint}/api/{kind or 'models/'}{model}/revision").read(revision)
         commit = msgspec.json.decode(about, type=_Revision).sha
-    except (OSError, CheckpointingException, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError):
         return place  # of another server, which has no such interface
     return place.at(f"{endpoint}/{kind or ''}{model}/resolve/{commit}{inner}")
 

@@ -31,9 +31,11 @@ class RangeServer:
         user, password: of basic authentication, if demanded.
         query: the query string that a request must have.
         token: the token that requests to the Hub must have.
-        revision: the only branch of the Hub's repository.
+        kind: that of the Hub's repository.
+        revision: its only branch.
         commits: hash of a commit -> its files; the last one is that of the branch. Without any,
-            the server lacks the interface that tells of it.
+            the server answers as one that lacks the interface that tells of it.
+        host: that of the server which the Hub redirects to. On its own it asks for the token too.
         ignores_ranges: whole files are sent.
         shifts_ranges: ranges are sent from the beginning of the file.
         cuts: how many answers of each request end in their middle, before a whole one.
@@ -42,6 +44,7 @@ class RangeServer:
         expires_after: how many requests a signature is good for.
         uses: requests with each signature.
         signed: the files of each signature.
+        refused: requests without a signature, with one that expired, or with the wrong token.
         requests: method, path and range of each request.
         authorizations: the header of each request.
     """
@@ -52,8 +55,10 @@ class RangeServer:
     password: str = ""
     query: str = ""
     token: str = ""
+    kind: str = "models"
     revision: str = "main"
     commits: dict[str, Path] = field(default_factory=dict)
+    host: str = "localhost"
     ignores_ranges: bool = False
     shifts_ranges: bool = False
     cuts: int = 0
@@ -62,6 +67,7 @@ class RangeServer:
     expires_after: int = 1000
     uses: dict[str, int] = field(default_factory=dict)
     signed: dict[str, Path] = field(default_factory=dict)
+    refused: int = 0
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
 
@@ -134,10 +140,14 @@ class _Handler(Quiet):
         if about.requests.count(about.requests[-1]) <= times:
             self.end(status, about.refusal)
             return
-        if path == f"/api/models/org/tiny/revision/{about.revision}" and about.commits:
-            self.end(200, data=b'{"sha": "%s", "id": "org/tiny"}' % [*about.commits][-1].encode())
+        if path == f"/api/{about.kind}/org/tiny/revision/{about.revision}":
+            sha = [*about.commits][-1:]
+            self.end(
+                200, data=b'{"sha": "%s", "id": "org/tiny"}' % sha[0].encode() if sha else b"<"
+            )
             return
-        if found := re.fullmatch(r"/org/tiny/resolve/([^/]+)/(.+)", parts.path):
+        above = "" if about.kind == "models" else f"/{about.kind}"
+        if found := re.fullmatch(above + r"/org/tiny/resolve/([^/]+)/(.+)", parts.path):
             self._of_hub(*map(unquote, found.groups()))
             return
         is_hub = path.startswith("/cdn/")
@@ -164,7 +174,10 @@ class _Handler(Quiet):
     def _is_signed(self, query: str) -> bool:
         about = self.server_about
         about.uses[query] = about.uses.get(query, about.expires_after) + 1
-        return about.uses[query] <= about.expires_after and "Authorization" not in self.headers
+        has_token = about.token if about.host in about.url else ""
+        is_allowed = self.headers.get("Authorization", "").removeprefix("Bearer ") == has_token
+        about.refused += not (good := about.uses[query] <= about.expires_after and is_allowed)
+        return good
 
     def _of_hub(self, revision: str, name: str) -> None:
         about = self.server_about
@@ -179,7 +192,7 @@ class _Handler(Quiet):
             port = about.url.rpartition(":")[2]
             query = f"sig={SIGNATURE}{secrets.token_hex(4)}"
             about.uses[query] = 0
-            target = f"http://localhost:{port}/cdn/{name}?{query}"
+            target = f"http://{about.host}:{port}/cdn/{name}?{query}"
             about.signed[query] = folder
             self.end(302, {"Location": target})
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -361,35 +362,71 @@ def test_a_revision_of_the_hub(hub: RangeServer, revision: str, written: str) ->
         hf.load(state(), "hf://org/tiny@other", storage_options=options)
 
 
-@pytest.mark.parametrize(
-    ("good_for", "place"),
-    [
-        (1000, "hf://org/tiny/large.safetensors"),
-        (3, "hf://org/tiny/large.safetensors"),
-        (1000, "{}/org/tiny/resolve/main/large.safetensors?download=true"),
-    ],
-)
-def test_the_hub_is_asked_once_for_many_ranges(hub: RangeServer, good_for: int, place: str) -> None:
-    """It counts requests; the server that it redirects to does not, until a signature expires."""
+HEADER = {"headers": {"Authorization": f"Bearer {SECRET}"}}
+LINK = "{}/org/tiny/resolve/main/large.safetensors?download=true"
+ONCE = [
+    ("hf://org/tiny/large.safetensors", {"token": SECRET}, "localhost", 1),
+    (LINK, HEADER, "localhost", 1),
+    (LINK, {"auth": ("me", SECRET)}, "localhost", 1),
+    (LINK, {"client_kwargs": HEADER}, "localhost", 8),  # all requests of the session have it
+    (LINK, HEADER, "127.0.0.1", 8),  # the Hub itself
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*BasicAuth.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*'auth' parameter:DeprecationWarning")
+@pytest.mark.parametrize(("place", "options", "host", "most"), ONCE)
+@pytest.mark.parametrize("good_for", [1000, 3])
+def test_the_hub_is_asked_once_for_a_file(
+    hub: RangeServer,
+    place: str,
+    options: dict[str, Any],
+    host: str,
+    most: int,
+    good_for: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It counts requests; the server that it redirects to does not, until a signature expires. That
+    server gets no credentials, and no log its signatures."""
     large = torch.arange(12 * 2**20, dtype=torch.float32).reshape(12, -1)
     save_file({"w": large}, hub.folder / "large.safetensors")
-    hub.commits, hub.expires_after = {f"{good_for:040}": hub.folder}, good_for
+    hub.commits, hub.expires_after, hub.host = {f"{good_for:040}": hub.folder}, good_for, host
+    hub.token = "" if "auth" in options else SECRET
+    if "auth" in options:
+        options = {"auth": aiohttp.BasicAuth(*options["auth"])}
     found = {"w": torch.zeros_like(large)}
-    hub.token = SECRET if place.startswith("hf:") else ""
-    options = {"token": SECRET} if hub.token else None
-    hf.load(found, place.format(hub.url), storage_options=options)
+    with caplog.at_level(logging.DEBUG):
+        hf.load(found, place.format(hub.url), storage_options=options)
     assert torch.equal(found["w"], large)
-    hosts = [path.split("/")[1] for _, path, part in hub.requests if part]
-    assert hosts.count("cdn") >= 7
-    assert hosts.count("org") <= (1 if good_for > 100 else 8)
+    hosts = [path.split("/")[1] for _, path, _ in hub.requests]
+    assert hosts.count("cdn") >= 8
+    assert hosts.count("org") <= (most if good_for > 100 else 8)
+    assert not hub.refused or good_for < 100
+    given = {auth for one, auth in zip(hosts, hub.authorizations, strict=True) if one == "cdn"}
+    assert given == {f"Bearer {SECRET}" if host == "127.0.0.1" else ""}
+    assert SIGNATURE not in caplog.text
 
 
-@pytest.mark.parametrize("mirror", ["", "/mirror/"])
+@pytest.mark.parametrize(
+    ("mirror", "kind", "place"),
+    [
+        ("", "models", "hf://org/tiny"),
+        ("/mirror/", "models", "hf://org/tiny"),
+        ("", "datasets", "hf://datasets/org/tiny"),
+    ],
+)
 def test_a_branch_that_moves_during_a_load_is_read_at_its_commit(
-    hub: RangeServer, mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: RangeServer,
+    mirror: str,
+    kind: str,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A later load reads the new commit, although the signatures of the old one are still good."""
+    """A later load reads the new commit, although the signatures of the old one are still good. A
+    commit is read without another request."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url + mirror)
+    hub.kind = kind
     newer = shutil.copytree(hub.folder, tmp_path / "newer")
     save_file({"w": -W}, newer / "model-00002-of-00002.safetensors")
     hub.commits["a" * 40] = hub.folder
@@ -401,10 +438,14 @@ def test_a_branch_that_moves_during_a_load_is_read_at_its_commit(
 
     with monkeypatch.context() as patch:
         patch.setattr(loading._Call, "_find", moved)
-        require_loads("hf://org/tiny", storage_options={"token": SECRET})
+        require_loads(place, storage_options={"token": SECRET})
     found = state()
-    hf.load(found, "hf://org/tiny", storage_options={"token": SECRET})
+    hf.load(found, place, storage_options={"token": SECRET})
     assert torch.equal(found["w"], -W)
+    hub.requests.clear()
+    for name in ("", "/model.safetensors.index.json"):
+        require_loads(f"{place}@{'a' * 40}{name}", storage_options={"token": SECRET})
+    assert not [path for _, path, _ in hub.requests if "api" in path]
 
 
 def test_tokens_stay_secret(hub: RangeServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -181,11 +181,10 @@ async def _require_range(answer: Any) -> None:
 
 
 async def _remember(_: object, __: object, redirect: Any) -> None:
-    """Remember where the ranges of a file of the Hub come from, see :data:`_moved`."""
+    """Remember where a file of the Hub comes from, see :data:`_moved`."""
     asked = redirect.url.with_query(None)  # such as that of a copied link, "?download=true"
     target = asked.join(type(asked)(redirect.response.headers.get("Location", "")))
-    is_range = "Range" in redirect.headers  # a URL may be signed for one method
-    if is_range and _COMMIT.match(str(asked)) and target.host != asked.host:
+    if _COMMIT.match(str(asked)) and target.host != asked.host:
         keep_quiet_about({}, target.raw_query_string)
         _moved[str(asked)] = target
 
@@ -262,10 +261,10 @@ class RemoteStore:
         known = str(self.fs.encode_url(path)) if _COMMIT.match(path) else ""
         # A program's own headers of the session would go to the other server too.
         if known in _moved and self.fs.client_kwargs["headers"] == _web()["headers"]:
-            bare: dict[str, Any] = {"headers": {}, "params": None, "auth": None}
-            with suppress(Exception):  # such as a signature that has expired
+            own = {"params", "auth"} & self.fs.kwargs.keys()
+            bare: dict[str, Any] = {"headers": {}, **dict.fromkeys(own)}
+            with suppress(Exception):  # a signature that has expired, or is for another method
                 return self._call("cat_file", _moved[known], size=size, **part, **bare)
-            _moved.pop(known, None)
         return self.call("cat_file", path, size=size, **part)
 
     def driver_settings(self) -> s3.S3Settings | gcs.GcsSettings:
