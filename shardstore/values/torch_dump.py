@@ -87,8 +87,8 @@ def _require_own(value: Any) -> None:
     of the rank that saved it, on every rank."""
     if hasattr(value, "placements") and value.device_mesh.size() > 1:
         raise errors.AccessPatternError(
-            f"it holds a DTensor of shape {tuple(value.shape)} and placements {value.placements}, "
-            "and only dicts and lists are searched for DTensors (its full_tensor() is a plain one)"
+            f"it holds a DTensor of shape {tuple(value.shape)} and placements {value.placements}; "
+            "keep it in a dict or list, which are searched for DTensors, or give its full_tensor()"
         )
 
 
