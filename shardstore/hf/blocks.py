@@ -12,7 +12,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -315,7 +314,7 @@ def _owned(ranges: Iterable[_Range], ranks: Sequence[int], in_order: bool) -> li
             for piece, who in one.pieces
         ]
         blocks.append(Block(one.name, one.start, one.stop, owner, pieces))
-    return sorted(blocks, key=attrgetter("name", "start"))
+    return blocks
 
 
 class _Sweep:

@@ -629,6 +629,16 @@ def test_replicas_divide_the_writing() -> None:
     assert holders["w"] == {Box((0, 0), (4096, 4096)): [0, 1, 2, 3]}
 
 
+def test_a_file_that_is_written_in_order_has_one_writer() -> None:
+    shards = [ShardedTensor(f"t{n}", None, torch.uint8, (99,), (99,), (0,), None) for n in range(4)]
+    arrays, holders = blocks.held_by([report_shards(shards)] * 2, range(2))
+    layout = FileLayout.of(arrays, 100, {})
+    plan = blocks.plan_blocks(layout, arrays, holders, range(2), 64, in_order=True)
+    assert plan == sorted(plan, key=lambda block: (block.name, block.start))
+    writers = {(block.name, block.owner) for block in plan}
+    assert sorted(owner for _, owner in writers) == [0, 0, 1, 1]
+
+
 def test_blocks_of_many_ranks_are_divided_after_those_of_one() -> None:
     """Cuts within rows let no rank write more, nor do tensors that a rank holds alone."""
     shape, parts = (4000, 4104), 4  # columns; blocks of 16 MiB end within rows
