@@ -130,8 +130,7 @@ class BlockWriter:
 
         def write(batch: Sequence[Block]) -> None:
             for block in batch:
-                with self.keeping():
-                    self._write_block(block, None)
+                self._write_block(block, None)
 
         run_batched(
             blocks,

@@ -37,6 +37,7 @@ from shardstore.errors import (
 )
 from shardstore.hf import block_writer, blocks
 from shardstore.hf.files import SINGLE_NAME, FileLayout
+from shardstore.hf.places import PART_BYTES
 from shardstore.storage.format.grid import Box
 from shardstore.storage.stores.location import Location
 from testing.s3_servers import S3Server
@@ -170,6 +171,18 @@ def test_the_same_in_a_bucket(s3_server: S3Server, tmp_path: Path) -> None:
             (tmp_path / name / file).write_bytes(folder.read(file))
         assert same(read(tmp_path / name), expected_at(name)), name
         assert ".shardstore-uploads.json" not in folder.listing()
+
+
+def _export_halves(rank: int, world_size: int, place: str) -> None:
+    size, part = PART_BYTES // 6, 1 - rank  # of 8 bytes: a half is longer than a part
+    half = torch.arange(size) + part * size
+    hf.save({"w": ShardedTensor.from_rank_offsets("w", half, (0, part, 2))}, place)
+
+
+def test_a_store_that_takes_files_from_their_beginning(tmp_path: Path) -> None:
+    """One rank writes the parts that it gets, and those that it has alone, in their order."""
+    run_ranks(_export_halves, 2, f"local://{tmp_path}")
+    assert torch.equal(read(tmp_path)["w"], torch.arange(2 * (PART_BYTES // 6)))
 
 
 # -- from a checkpoint -----------------------------------------------------------------------------
