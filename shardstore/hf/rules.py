@@ -19,9 +19,10 @@ of its shards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +31,7 @@ from shardstore import errors
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
 from shardstore.storage.format.grid import Box, Shape
+from shardstore.storage.options import require_number
 
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 """Ends of the names of a weight's scales: DeepSeek-V3's, and those of compressed-tensors."""
@@ -75,10 +77,11 @@ def concat(*rules: Rule, axis: int = 0, groups: int = 1) -> Rule:
             key-value head.
 
     Raises:
-        ArgumentError: there are no parts.
+        ArgumentError: there are no parts, or an argument has a wrong type or value.
     """
     if not rules:
         raise errors.ArgumentError("concat() has no parts; give it at least one rule")
+    _require_numbers(groups, axis=axis)
 
     def made(fields: Fields, sources: Sources) -> SourceTensor:
         parts = [sources.made(rule, fields) for rule in rules]
@@ -100,10 +103,13 @@ def part(rule: Rule, number: int, sizes: Sequence[int], *, axis: int = 0, groups
         groups: see :func:`concat`.
 
     Raises:
-        ArgumentError: there is no part of this number, or a size is negative.
+        ArgumentError: there is no part of this number, a size is negative, or an argument has a
+            wrong type or value.
     """
+    given, sizes = sizes, [*sizes] if isinstance(sizes, Iterable) else []
+    _require_numbers(groups, number=number, axis=axis, **{f"size {n}": n for n in sizes})
     if not -len(sizes) <= number < len(sizes) or min(sizes) < 0:
-        text = f"part({rule!r:.100}, {number}, {sizes}) is none of {len(sizes)} parts"
+        text = f"part({rule!r:.100}, {number}, {given}) is none of {len(sizes)} parts"
         raise errors.ArgumentError(f"{text}; they are counted from 0, and no size is negative")
 
     def made(fields: Fields, sources: Sources) -> SourceTensor:
@@ -189,14 +195,24 @@ def transposed(rule: Rule) -> Rule:
     return made
 
 
+def _require_numbers(groups: int, **numbers: int) -> None:
+    """Raise :class:`ArgumentError` unless all are whole numbers, and ``groups`` at least 1."""
+    require_number("groups", groups)
+    for name, number in numbers.items():
+        if not isinstance(number, Integral):
+            raise errors.ArgumentError(f"{name}={number!r:.100} in a rule must be a whole number")
+
+
 def _filled(template: str, fields: Fields) -> str:
     """Return a template with the values of its fields."""
     try:
         return template.format_map(fields)
-    except (KeyError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        unknown = f"the field {error}, which the key of the rule does not have"
+        what = unknown if isinstance(error, KeyError) else f"a field that is no name ({error})"
         raise errors.ArgumentError(
-            f"the template {template!r} of a rule has the field {error}, which the key of the rule "
-            "does not have; a key such as 'layers.{layer}.weight' gives the value of {layer}"
+            f"the template {template!r} of a rule has {what}; a key such as "
+            "'layers.{layer}.weight', or stack(..., over='layer'), gives the value of {layer}"
         ) from None
 
 
@@ -258,6 +274,9 @@ class Sources:
         """Return the source that a rule describes."""
         if isinstance(rule, str):
             return self._stored(_filled(rule, fields), fields[""])
+        if not callable(rule):
+            text = f"{rule!r:.100} in a rule is neither the name of a tensor nor a rule"
+            raise errors.ArgumentError(f"{text}; see shardstore.hf.rules")
         return rule(fields, self)
 
     def _stored(self, key: str, dtype: str) -> SourceTensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -159,9 +160,6 @@ def test_what_rules_refuse() -> None:
         made(index("layers.0.fused", "x"))
     with pytest.raises(ShapeMismatchError, match=r"\(24, 4\).*24 elements are not 7 equal parts"):
         made(part("layers.0.qkv", 0, (3, 2, 2)))
-    for groups in (0, -1):
-        with pytest.raises(ShapeMismatchError, match=f"16 elements are not {groups} equal parts"):
-            made(concat("layers.0.q", groups=groups))
     with pytest.raises(ShapeMismatchError, match="do not fit together along axis 1"):
         made(concat("layers.0.q", "layers.0.k", axis=1))
     with pytest.raises(DTypeMismatchError, match="float16"):
@@ -192,12 +190,49 @@ def test_an_axis_that_a_tensor_lacks_is_named(rule: Any, text: str) -> None:
 def test_rules_that_fit_no_tensor() -> None:
     with pytest.raises(ArgumentError, match=r"concat\(\) has no parts"):
         concat()
-    for number, sizes in ((2, (1, 2)), (-3, (1, 2)), (1, (-1, 3))):
+    for number, sizes in ((2, (1, 2)), (-3, (1, 2)), (1, (-1, 3)), (0, ()), (0, cast(Any, 4))):
         with pytest.raises(ArgumentError, match=re.escape(f"part('w', {number}, {sizes})")):
             part("w", number, sizes)
     for template in ("a.{l}.{l}", "a.{0}", "a.{1x}"):
         with pytest.raises(ArgumentError, match=re.escape(repr(template))):
             Sources(SOURCES.arrays, "place", {template: "x"}, {}, None).of("a.0.0", torch.int8)
+
+
+@pytest.mark.parametrize("wrong", ["0", 0.0, None, [0]])
+def test_numbers_of_other_types_are_named(wrong: Any) -> None:
+    text = re.escape(f"={wrong!r}")
+    for name in ("axis", "groups"):
+        for rule in (concat, partial(part, number=0, sizes=(1, 1))):
+            with pytest.raises(ArgumentError, match=name + text):
+                rule("w", **{name: wrong})
+    with pytest.raises(ArgumentError, match=f"number{text}"):
+        part("w", wrong, (1, 1))
+    with pytest.raises(ArgumentError, match=f"size .*{text}"):
+        part("w", 0, (1, wrong))
+
+
+def test_fewer_than_one_group_is_refused() -> None:
+    for rule, groups in itertools.product((concat, partial(part, number=0, sizes=(1,))), (0, -1)):
+        with pytest.raises(ArgumentError, match=f"groups={groups} must be .* at least 1"):
+            rule("w", groups=groups)
+
+
+@pytest.mark.parametrize("wrap", [str, transposed, partial(index, at=0), partial(stack, over="e")])
+def test_templates_that_are_none_are_named(wrap: Any) -> None:
+    for field in ("{l.x}", "{l[x]}", "{l:d}", "{", "{}", "{0}", "{x}"):
+        with pytest.raises(ArgumentError, match=re.escape(f"the template {field!r}")):
+            SOURCES.made(wrap(field), {"": "float32", "l": "0"})
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["layers.0.q"]])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: x, transposed, partial(concat, "layers.0.q"), lambda x: part(x, 0, (1,)),
+     lambda x: index(x, 0), lambda x: stack(x, "e")],
+)  # fmt: skip
+def test_what_is_no_rule_is_named(wrap: Any, wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"{wrong!r} in a rule is neither")):
+        made(wrap(wrong))
 
 
 def test_the_first_rule_that_matches_counts() -> None:
