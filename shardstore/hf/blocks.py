@@ -303,7 +303,8 @@ def _owned(ranges: Iterable[_Range], ranks: Sequence[int], in_order: bool) -> li
         found.append((one, held, writers))
     load, of_file, blocks = Counter(dict.fromkeys(ranks, 0)), dict[str, int](), list[Block]()
     for one, held, writers in sorted(found, key=lambda each: len(each[2])):
-        owner = min(writers, key=lambda rank: (load[rank], rank))
+        # In order, the first of them, which completes the only file at the commit.
+        owner = min(writers, key=lambda rank: (load[rank], not in_order and rank))
         if in_order:
             owner = of_file.setdefault(one.name, owner)
         load[owner] += one.stop - one.start

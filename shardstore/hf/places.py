@@ -9,7 +9,8 @@ A model becomes visible at the commit.
   of the uploads are recorded in an object of the place; if the program dies, the next export to the
   place aborts them, and deletes those that were completed without the index.
 - **Other stores**: one rank writes each file from its beginning to its end, and it appears when it
-  is closed; the index comes last.
+  is closed. The commit writes the index, or closes the only file, which the coordinator writes. The
+  record holds a random ID, so that of two exports to the place at the same time one gets an error.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Protocol, cast
+from uuid import uuid4
 
 import msgspec
 
@@ -46,7 +48,7 @@ REQUESTS = 8
 MOST_PARTS = 9000
 """Parts of an upload; S3 allows 10,000 (Amazon S3 user guide, "Multipart upload limits")."""
 RECORD_NAME = ".shardstore-uploads.json"
-"""Name of the object that records the uploads of an export to S3."""
+"""Name of the object that records the uploads of an export to an object store."""
 
 Receipt = Mapping[str, Sequence[Mapping[str, Any]]]
 """Name of a file -> number, tag and checksum of each part that a rank has uploaded."""
@@ -157,12 +159,13 @@ class StreamedFiles:
         remote: the store.
         sizes: name -> size in bytes.
         least_part_bytes: size of the parts of an upload, which are larger for very large files.
+        held: name of a file that :meth:`complete` completes, and not its end.
     """
 
     def __init__(
-        self, remote: RemoteStore, sizes: Mapping[str, int], least_part_bytes: int
+        self, remote: RemoteStore, sizes: Mapping[str, int], least_part_bytes: int, held: str = ""
     ) -> None:
-        self._remote, self._sizes, self._least = remote, sizes, least_part_bytes
+        self._remote, self._sizes, self._least, self._held = remote, sizes, least_part_bytes, held
         self._stream: Any = None
 
     def write(self, name: str, start: int, data: memoryview) -> None:
@@ -174,9 +177,14 @@ class StreamedFiles:
             # Small pieces, so that the stream sends full parts in between.
             for begin in range(0, len(data), PART_BYTES):
                 self._stream.write(data[begin : begin + PART_BYTES])
-            if start + len(data) == self._sizes[name]:
-                self._stream.close()
-                self._stream = None
+        if start + len(data) == self._sizes[name] and name != self._held:
+            self.complete(name)
+
+    def complete(self, name: str) -> None:
+        """Complete the open file."""
+        with self._remote.errors("writing", name):
+            self._stream.close()
+        self._stream = None
 
     def discard(self) -> None:
         """Abort the upload of the open file, so that the store does not keep its parts."""
@@ -252,13 +260,23 @@ class StorePlace:
     def __init__(self, target: Location, overwrite: bool) -> None:
         self._target, self._overwrite = target, overwrite
         self._remote = target.remote
+        self._uploads: dict[str, str] = {}
+        self._names = set[str]()
         self._files: StreamedFiles | None = None
+        self._is_committing = False
 
     def part_bytes(self, layout: FileLayout) -> int | None:
         """See :class:`Place`."""
         return part_bytes(max(layout.sizes.values()))
 
     def begin(self, layout: FileLayout) -> object:
+        """Remove the model that is replaced, and record the export."""
+        self._clear()
+        self._names, self._uploads = {*layout.heads}, {"": uuid4().hex}
+        self._remote.write(RECORD_NAME, json.dumps(self._uploads).encode())
+        return self._uploads
+
+    def _clear(self) -> None:
         """Remove the model that is replaced: first what completes it."""
         names = self._remote.listing()
         old = model_files(self._target, names)
@@ -273,15 +291,17 @@ class StorePlace:
         for some in (completing, [name for name in old if name not in completing]):
             if some:
                 self._remote.delete(some)
-        return None
 
     def join(self, state: Any, layout: FileLayout) -> None:
-        """See :class:`Place`."""
-        self._files = StreamedFiles(self._remote, layout.sizes, PART_BYTES)
+        """Take the ID of the export."""
+        self._uploads = state
+        self._files = StreamedFiles(self._remote, layout.sizes, PART_BYTES, held=SINGLE_NAME)
 
     def write(self, name: str, start: int, parts: Sequence[memoryview]) -> None:
         """See :class:`Place`."""
         assert self._files is not None  # it has joined
+        if start == 0:
+            self._require_own()
         for data in parts:
             self._files.write(name, start, data)
             start += len(data)
@@ -293,14 +313,49 @@ class StorePlace:
     def commit(
         self, layout: FileLayout, receipts: Sequence[Receipt], documents: SmallFiles
     ) -> None:
-        """Write the documents, the index last."""
+        """Write the documents, the index last, or complete the only file after them."""
+        self._require_own()
+        self._is_committing = True
         for name, data in documents:
             self._remote.write(name, data)
+        if self._files is not None and SINGLE_NAME in layout.heads:
+            self._files.complete(SINGLE_NAME)
+        self._end()
+
+    def _end(self) -> None:
+        """Remove the record."""
+        self._uploads.clear()
+        try:
+            self._remote.delete([RECORD_NAME])
+        except StorageError as error:
+            text = "%s: the model is committed, but its record %s could not be removed: %s"
+            logger.warning(text, self._target.url, RECORD_NAME, error)
 
     def abandon(self) -> None:
-        """Discard the open file."""
+        """Discard the open file, and remove the others, unless another export has begun or the
+        model is complete."""
         if self._files is not None:
             self._files.discard()
+        with suppress(StorageError):  # the record stays
+            if self._uploads and self._recorded() == self._uploads:
+                names = self._remote.listing()
+                if not (self._is_committing and set(MODEL_COMMITS).intersection(names)):
+                    self._remote.delete([name for name in names if name in self._names])
+                self._remote.delete([RECORD_NAME])
+
+    def _require_own(self) -> None:
+        """Raise :class:`StorageError` if another export to this place has begun."""
+        if self._recorded() != self._uploads:
+            raise self._target.error(f"/{RECORD_NAME} has other uploads: {remedy('NoSuchUpload')}")
+
+    def _recorded(self) -> dict[str, str]:
+        """Return name -> upload of the export that the record is of; empty without a record."""
+        try:
+            text = self._target.read_if_there(RECORD_NAME) or b"{}"
+            return msgspec.json.decode(text, type=dict[str, str])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            what = f"/{RECORD_NAME} is no record of uploads ({error}): remove it"
+            raise self._target.error(what) from None
 
 
 class S3Place(StorePlace):
@@ -311,7 +366,6 @@ class S3Place(StorePlace):
     def __init__(self, target: Location, overwrite: bool) -> None:
         super().__init__(target, overwrite)
         self._bucket, _, self._prefix = target.url.partition("://")[2].partition("/")
-        self._uploads: dict[str, str] = {}
         self._parts: dict[str, list[Mapping[str, Any]]] = {}
         self._part_bytes = PART_BYTES
 
@@ -320,7 +374,7 @@ class S3Place(StorePlace):
         if recorded := self._recorded():
             self._uploads = recorded
             self.abandon()
-        super().begin(layout)
+        self._clear()
         for name in layout.heads:
             self._uploads[name] = self._call("create_multipart_upload", name, {})["UploadId"]
             self._remote.write(RECORD_NAME, json.dumps(self._uploads).encode())
@@ -358,11 +412,9 @@ class S3Place(StorePlace):
         for receipt in receipts:
             for name, some in receipt.items():
                 parts[name] += some
-        if self._recorded() != self._uploads:
-            raise self._target.error(f"/{RECORD_NAME} has other uploads: {remedy('NoSuchUpload')}")
-        if SINGLE_NAME in parts:
-            super().commit(layout, receipts, documents)
-            documents = ()
+        self._require_own()
+        for name, data in documents if SINGLE_NAME in parts else ():
+            self._remote.write(name, data)
 
         def complete(names: Sequence[str]) -> None:
             for name in names:
@@ -370,13 +422,9 @@ class S3Place(StorePlace):
                 self._complete(name, layout.sizes[name], parts[name])
 
         run_batched(list(parts), complete, threads=REQUESTS)
-        super().commit(layout, receipts, documents)
-        self._uploads.clear()
-        try:
-            self._remote.delete([RECORD_NAME])
-        except StorageError as error:
-            text = "%s: the model is committed, but its record %s could not be removed: %s"
-            logger.warning(text, self._target.url, RECORD_NAME, error)
+        for name, data in documents if SINGLE_NAME not in parts else ():
+            self._remote.write(name, data)
+        self._end()
 
     def _complete(self, name: str, size: int, parts: Sequence[Mapping[str, Any]]) -> None:
         about = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": parts}}
@@ -414,15 +462,6 @@ class S3Place(StorePlace):
                     self._remote.delete([name for name in names if name in ended])
                 self._remote.delete([RECORD_NAME])
         self._uploads.clear()
-
-    def _recorded(self) -> dict[str, str]:
-        """Return name -> upload of the export that the record is of; empty without a record."""
-        try:
-            text = self._target.read_if_there(RECORD_NAME) or b"{}"
-            return msgspec.json.decode(text, type=dict[str, str])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            what = f"/{RECORD_NAME} is no record of uploads ({error}): remove it"
-            raise self._target.error(what) from None
 
     def _call(
         self, method: str, name: str, about: Mapping[str, Any], size: int = 0

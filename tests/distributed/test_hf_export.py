@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,31 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(tmp_path: 
             assert text in rank[number][1], rank[number]
         assert kind.__name__ in (first[number][0], second[number][0])
     assert remains(tmp_path) == []
+
+
+def _without_data(rank: int, world_size: int, place: str) -> tuple[list[str], list[str]]:
+    half = MODEL["rows"][:18]
+    shards = [
+        ShardedTensor("w", data, half.dtype, (18, 16), (36, 16), (18 * rank, 0), None)
+        for data in ([half, None][rank], half)
+    ]
+    texts = []
+    for file_bytes in (1, 2**30):
+        call = partial(hf.save, {"w": shards[0], "b": MODEL["bias"]}, place, file_bytes=file_bytes)
+        texts.append(str(raised(call)))
+    left = Location.of(place).listing()
+    hf.save({"w": shards[1]}, place)
+    return texts, left
+
+
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_an_error_while_ranks_write_leaves_nothing(tmp_path: Path, scheme: str) -> None:
+    """The pieces of the rank that fails are sent as zeros, because others wait for them."""
+    for texts, left in run_ranks(_without_data, 2, f"{scheme}{tmp_path}/m"):
+        assert all("'w' has no data" in text for text in texts), texts
+        assert left == []
+    assert same(read(tmp_path / "m"), {"w": torch.cat([MODEL["rows"][:18]] * 2)})
+    assert os.listdir(tmp_path / "m") == [SINGLE_NAME]
 
 
 def _of_one_name(rank: int, world_size: int, folder: str) -> list[str]:

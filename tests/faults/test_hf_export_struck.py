@@ -192,12 +192,16 @@ def test_the_record_of_another_export_and_its_files_stay(s3_server: S3Server) ->
     assert place.read(next(iter(layout.heads))) == b"completed"
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "at_once", "several"),
+    [("s3", False, True), ("s3", True, True), ("memory", True, True), ("memory", True, False)],
+)
 def test_an_export_during_which_another_one_begins_is_told(
-    s3_server: S3Server, at_once: bool
+    s3_server: S3Server, scheme: str, at_once: bool, several: bool
 ) -> None:
     """If both look for the record before there is one, their files could be mixed."""
-    place = Location.of(f"s3://{s3_server.new_bucket()}/m", s3_server.storage_options)
+    bucket, options = s3_server.new_bucket(), {"s3": s3_server.storage_options}.get(scheme)
+    place = Location.of(f"{scheme}://{bucket}/m", options)
     layout = FileLayout.of(
         [array_of_one_chunk(f"w{n}", (10,), "float32") for n in range(3)], 40, {}
     )
@@ -205,7 +209,7 @@ def test_an_export_during_which_another_one_begins_is_told(
     late.join(late.begin(layout), layout)
     if at_once:
         place.delete(RECORD)
-    export(place.url, 1, s3_server.storage_options, overwrite=False)
+    export(place.url, 1, options, several, overwrite=False)
 
     def go_on() -> None:
         for name, size in layout.sizes.items():
@@ -214,8 +218,11 @@ def test_an_export_during_which_another_one_begins_is_told(
 
     with pytest.raises(StorageError, match=r"another export.*init_process_group"):
         go_on()
+    with pytest.raises(StorageError, match=r"another export"):
+        late.commit(layout, [late.finish()], ())
     late.abandon()
     assert version_of(place) == 1
+    assert RECORD not in place.listing()
 
 
 def test_a_file_of_another_program_in_the_place_of_an_open_upload_stays(
