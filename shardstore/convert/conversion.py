@@ -300,9 +300,11 @@ def detect(place: Location) -> str:
     """
     if is_file_name(place.name) or place.is_file():
         return "safetensors"
-    names = place.listing() if has_listing(place) else [n for n in ROOTS if place.exists(n)]
+    listed = has_listing(place)  # else a read tells why a server gives no file
+    names = place.listing() if listed else [n for n in ROOTS if place.read_range(n, 0, 1)]
     if not names and not place.is_dir():
-        raise place.error(" does not exist", NotACheckpointError)
+        what = " does not exist" if listed else f" holds none of {', '.join(ROOTS)}"
+        raise place.error(what, NotACheckpointError)
     config = maybe_load_config(place.place)
     if config is not None and config.sharded_backend == "torch_dist":
         return "torch_dist"

@@ -325,6 +325,20 @@ def test_a_model_of_the_hub_or_a_web_server_is_converted(hub: RangeServer, tmp_p
         assert torch.equal(shardstore.load_plain_tensors(place)["w"], W)
 
 
+def test_a_conversion_says_why_a_web_server_gives_no_model(
+    hub: RangeServer, tmp_path: Path
+) -> None:
+    """The Hub refuses private and gated models; 127.0.0.1:9 answers nothing."""
+    for url, kind, text in (
+        ("hf://org/tiny", StorageError, "401.*HF_TOKEN"),
+        ("http://127.0.0.1:9/model", StorageError, "does not answer"),
+        (f"{hub.url}/other/model", NotACheckpointError, r"holds none of zarr\.json, .*model\.safe"),
+    ):
+        with pytest.raises(kind, match=text):
+            convert(url, tmp_path / "out" / "converted")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_the_hub_is_not_asked_offline(
     hub: RangeServer, name: str, monkeypatch: pytest.MonkeyPatch
