@@ -160,7 +160,12 @@ class StreamedFiles:
         sizes: name -> size in bytes.
         least_part_bytes: size of the parts of an upload, which are larger for very large files.
         held: name of a file that :meth:`complete` completes, and not its end.
+
+    Attributes:
+        is_whole: whether the last file has been written to its end.
     """
+
+    is_whole = True
 
     def __init__(
         self, remote: RemoteStore, sizes: Mapping[str, int], least_part_bytes: int, held: str = ""
@@ -177,7 +182,8 @@ class StreamedFiles:
             # Small pieces, so that the stream sends full parts in between.
             for begin in range(0, len(data), PART_BYTES):
                 self._stream.write(data[begin : begin + PART_BYTES])
-        if start + len(data) == self._sizes[name] and name != self._held:
+        self.is_whole = start + len(data) == self._sizes[name]
+        if self.is_whole and name != self._held:
             self.complete(name)
 
     def complete(self, name: str) -> None:
@@ -191,6 +197,9 @@ class StreamedFiles:
         if self._stream is not None:
             with suppress(Exception):
                 self._stream.discard()
+            with suppress(AttributeError):
+                self._stream.closed = True  # else the garbage collector completes it
+            self._stream = None
 
 
 class FolderPlace:
@@ -307,7 +316,9 @@ class StorePlace:
             start += len(data)
 
     def finish(self) -> Receipt:
-        """See :class:`Place`."""
+        """Discard a file whose end is missing, because this rank has failed."""
+        if self._files is not None and not self._files.is_whole:
+            self._files.discard()
         return {}
 
     def commit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
@@ -19,6 +20,7 @@ from shardstore.hf.files import FileLayout
 from shardstore.hf.places import place_for
 from shardstore.storage.format.documents import array_of_one_chunk
 from shardstore.storage.stores.location import Location
+from testing.gcs_server import GcsServer
 from testing.s3_proxy import Fault, FaultProxy, Rule
 from testing.s3_servers import S3Server
 from tests.helpers.deaths import alone, dies
@@ -223,6 +225,19 @@ def test_an_export_during_which_another_one_begins_is_told(
     late.abandon()
     assert version_of(place) == 1
     assert RECORD not in place.listing()
+
+
+def test_a_file_whose_end_is_missing_is_not_completed_later(gcs_server: GcsServer) -> None:
+    """A rank that failed in the middle of it; fsspec's files complete themselves as garbage."""
+    place = Location.of(f"gs://{gcs_server.new_bucket()}/m", gcs_server.storage_options)
+    layout = FileLayout.of([array_of_one_chunk(key, (99,), "uint8") for key in "ab"], 99, {})
+    failed = place_for(place, overwrite=False, durable=False)
+    failed.join(failed.begin(layout), layout)
+    failed.write(next(iter(layout.heads)), 0, [memoryview(bytes(50))])
+    failed.finish()
+    del failed
+    gc.collect()
+    assert place.listing() == [RECORD]
 
 
 def test_a_file_of_another_program_in_the_place_of_an_open_upload_stays(
