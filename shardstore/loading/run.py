@@ -121,6 +121,11 @@ class LoadRequest:
                 )
             if self.map_location is not None:
                 self.device = _device(self.map_location)
+            if type(torch.empty(0, device="cpu")) is not torch.Tensor:
+                raise errors.ArgumentError(
+                    "a mode of torch is active, such as FakeTensorMode, whose tensors have no "
+                    "values: load outside of it. shardstore.open() gives shapes and data types"
+                )
             if self.replica_group is not None:
                 require_group("replica_group", self.replica_group)
             if self.progress is not None:

@@ -10,12 +10,14 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shardstore
@@ -169,6 +171,16 @@ def test_slices_of_a_key_that_is_not_asked_for_are_refused(saved: Path) -> None:
     (key, *_) = shardstore.load_tensors_metadata(saved)
     with pytest.raises(ArgumentError, match=r"typo.* keys= does not name"):
         shardstore.load_plain_tensors(saved, keys=[key], region={"typo": [slice(0, 1)]})
+
+
+def test_a_load_whose_tensors_would_have_no_values_is_refused(saved: Path) -> None:
+    """It called intact files damaged, so that a manager passed over the step."""
+    save_managed(saved)
+    restore_it = CheckpointManager(saved.with_name("run")).restore
+    for call in (*(partial(function, saved) for function in LOADS), partial(restore_it, state())):
+        with FakeTensorMode(), pytest.raises(ArgumentError, match=r"FakeTensorMode.*open\(\)"):
+            call()
+        assert call()
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None, True])
