@@ -152,16 +152,16 @@ def _folder(location: Location) -> str | None:
     if ".zgroup" in names or ("zarr.json" in names and what_else(location)):
         what = "it is a Zarr group of another program: shardstore.open reads it; to load it, "
         return what + _convert(location)
-    below = [
-        name
-        for name in names[:_MOST]
-        if not name.startswith(".")
-        and all(location.exists(f"{name}/{document}") for document in ("zarr.json", CONFIG_NAME))
-    ]
-    if below:
-        below.sort(key=len)  # step-9 before step-10
-        shown = ", ".join(below[-3:])
-        return f"checkpoints are below it ({shown}): give {location.url}/{below[-1]}"
+    below: dict[str, list[str]] = {"checkpoints": [], "models": []}
+    for name in (name for name in names[:_MOST] if not name.startswith(".")):
+        if all(location.exists(f"{name}/{document}") for document in ("zarr.json", CONFIG_NAME)):
+            below["checkpoints"].append(name)
+        elif any(one.endswith(".safetensors") for one in location.listing(name)):
+            below["models"].append(name)
+    for what, found in below.items():
+        if found:
+            found.sort(key=len)  # step-9 before step-10
+            return f"{what} are below it ({', '.join(found[-3:])}): give {location.url}/{found[-1]}"
     return None
 
 

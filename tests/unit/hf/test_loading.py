@@ -469,6 +469,7 @@ def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
     [
         ("org/model", "the URL hf://ORG/MODEL"),
         ("models--org--tiny", r"give its snapshot, .*/models--org--tiny/snapshots/abc$"),
+        ("runs", r"models are below it \(ckpt-9, ckpt-10\): give .*/runs/ckpt-10$"),
         ("model", r"add the index of the parts \(model\.safetensors\.index\.json\)"),
         ("model/config.json", r"neither \.safetensors nor \.safetensors\.index\.json"),
     ],
@@ -476,7 +477,10 @@ def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
 def test_a_place_that_is_taken_for_a_model_is_told_with_the_remedy(
     tmp_path: Path, place: Path, name: str, remedy: str
 ) -> None:
-    hf.save({"w": W}, tmp_path / "models--org--tiny" / "snapshots" / "abc")
+    for below in ("models--org--tiny/snapshots/abc", "runs/ckpt-9", "runs/ckpt-10"):
+        hf.save({"w": W}, tmp_path / below)
+    single = tmp_path / "runs" / "ckpt-10" / "model.safetensors"
+    single.rename(single.with_name("adapter_model.safetensors"))
     (place / "model.safetensors.index.json").rename(place / "config.json")
     with pytest.raises(NotACheckpointError, match=remedy):
         hf.load(zeros(), tmp_path / name)
