@@ -248,7 +248,8 @@ class WeightFiles:
         except FileNotFoundError as error:
             raise damaged(path, f"it names {error}, which does not exist") from None
         if missing := sorted(set(weight_map) - set(found.arrays)):
-            raise damaged(path, f"{missing[:4]} are in no file")
+            what = f"{missing[:4]} are not in the files that it names: if the model lacks them"
+            raise damaged(path, f"{what}, take them out of it")
         if has_both:
             text = "%s also holds %s, which from_pretrained loads; to load it, give its path"
             logger.warning(f"{text} (loaded: the files of %s)", folder.url, SINGLE_NAME, name)

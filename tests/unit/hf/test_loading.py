@@ -469,6 +469,7 @@ def test_places_without_a_model(tmp_path: Path, place: Path) -> None:
     [
         ("org/model", "the URL hf://ORG/MODEL"),
         ("models--org--tiny", r"give its snapshot, .*/models--org--tiny/snapshots/abc$"),
+        ("more", r"\['mtp'\] are not in the files that it names: if .* take them out of it"),
         ("runs", r"models are below it \(ckpt-9, ckpt-10\): give .*/runs/ckpt-10$"),
         ("model", r"add the index of the parts \(model\.safetensors\.index\.json\)"),
         ("model/config.json", r"neither \.safetensors nor \.safetensors\.index\.json"),
@@ -479,13 +480,19 @@ def test_a_place_that_is_taken_for_a_model_is_told_with_the_remedy(
 ) -> None:
     for below in ("models--org--tiny/snapshots/abc", "runs/ckpt-9", "runs/ckpt-10"):
         hf.save({"w": W}, tmp_path / below)
+    hf.save({"w": W, "b": B}, tmp_path / "more", file_bytes=1)
+    index = tmp_path / "more" / "model.safetensors.index.json"
+    index.write_text(
+        index.read_text().replace('"b"', '"mtp": "model-00001-of-00002.safetensors", "b"')
+    )
     single = tmp_path / "runs" / "ckpt-10" / "model.safetensors"
     single.rename(single.with_name("adapter_model.safetensors"))
     (place / "model.safetensors.index.json").rename(place / "config.json")
-    with pytest.raises(NotACheckpointError, match=remedy):
+    kinds = NotACheckpointError, DamagedCheckpointError
+    with pytest.raises(kinds, match=remedy):
         hf.load(zeros(), tmp_path / name)
     if name != "org/model":
-        with pytest.raises(NotACheckpointError, match=remedy):
+        with pytest.raises(kinds, match=remedy):
             convert(tmp_path / name, tmp_path / "c")
 
 
