@@ -378,7 +378,13 @@ def _with(values: Shape, axis: int, value: int) -> Shape:
 def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> SourceTensor:
     """Return a stored tensor that is multiplied by scales: along each axis there is one for each
     block (DeepSeek-V3, "FP8 Weights"), for each position, or for all. Axes that the scales lack are
-    the last ones."""
+    the last ones. Scales of bytes are exponents (OCP Microscaling Formats, "E8M0")."""
+    if not scale.dtype.startswith(("float", "bfloat", "uint8")):
+        raise errors.DTypeMismatchError(
+            f"key {array.key!r} is stored with scales, but {scale.key!r} has data type "
+            f"{scale.dtype}: load it as it is stored (dequantize=None), and apply the scales",
+            key=array.key,
+        )
     axes = len(array.shape)
     edges = ((1,) * axes + tuple(block))[len(block) :]
     counts = tuple(-(-n // edge) for n, edge in zip(array.shape, edges, strict=True))
@@ -406,6 +412,8 @@ def _quantised(array: ArrayMeta, scale: ArrayMeta, block: Shape, dtype: str) -> 
         yield scale, held, dtypes.as_numpy(scales).reshape(held.shape)
         target = out if isinstance(out, torch.Tensor) else dtypes.as_tensor(out)
         inner = [one - n for one, n in zip(blocks, first, strict=True)]
+        if scale.dtype == "uint8":
+            scales = scales.view(torch.float8_e8m0fnu)
         yield array, box, Scaled(target, scales, inner)
 
     return SourceTensor(array.shape, dtype, frozenset([array.key, scale.key]), regions)

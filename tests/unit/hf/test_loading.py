@@ -342,6 +342,25 @@ def test_every_value_of_a_float8_type_is_scaled(tmp_path: Path, name: str) -> No
     torch.testing.assert_close(state["w"], stored.float() * 3, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_scales_of_bytes_are_exponents(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As MX formats have them (OCP Microscaling Formats, "E8M0"), for 32 elements of a row each;
+    MiniMax-M3 and compressed-tensors store them as U8."""
+    weight, exponents = torch.randn(3, 64).to(torch.float8_e4m3fn), torch.arange(124, 130)
+    scale = exponents.reshape(3, 2).to(torch.uint8).view(dtype)
+    save_file({"w": weight, "w_scale": scale}, tmp_path / "m.safetensors")
+    hf.load(state := {"w": torch.zeros(3, 64)}, tmp_path, dequantize=(1, 32))
+    spread = (exponents.reshape(3, 2) - 127.0).exp2().repeat_interleave(32, 1)
+    assert torch.equal(state["w"], weight.float() * spread)
+
+
+def test_scales_of_other_integers_are_refused(tmp_path: Path) -> None:
+    stored = {"w": torch.ones(4).to(torch.float8_e4m3fn), "w_scale": torch.tensor(3)}
+    save_file(stored, tmp_path / "m.safetensors")
+    with pytest.raises(DTypeMismatchError, match=r"'w_scale' has data type int64.*None"):
+        hf.load({"w": torch.zeros(4)}, tmp_path)
+
+
 def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path) -> None:
     stored = {"s": torch.tensor(3.0).to(torch.float8_e4m3fn), "s_scale": torch.tensor(0.5)}
     save_file(stored, tmp_path / "m.safetensors")
