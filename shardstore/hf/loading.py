@@ -431,7 +431,7 @@ def _refuse_unscaled(source: SourceTensor, files: WeightFiles, key: str) -> None
     """Raise an error that advises no cast if the scales of a quantised tensor lie beside it and are
     not applied."""
     for name in source.keys:
-        ends = (*SCALE_SUFFIXES, ".scale", ".absmax", ".SCB")
+        ends = (*SCALE_SUFFIXES, ".scale", ".absmax", ".SCB", ".scale_weight", "_scales", ".scales")
         beside = [one + end for one in (name, name.removesuffix(".weight")) for end in ends]
         found = next((scales for scales in beside if scales in files.arrays), None)
         if found and source.dtype.startswith(("float8", "int8", "uint8")):

@@ -378,6 +378,8 @@ def test_a_quantised_tensor_without_axes_is_scaled(tmp_path: Path) -> None:
         (torch.int8, "l.weight_scale"),
         (torch.int8, "l.SCB"),
         (torch.uint8, "l.weight.absmax"),
+        (torch.float8_e4m3fn, "l.scale_weight"),  # ComfyUI
+        (torch.int8, "l.weight_scales"),  # EETQ
     ],
 )
 def test_no_cast_leaves_out_scales_that_lie_beside(
