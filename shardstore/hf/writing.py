@@ -236,7 +236,8 @@ class _Arguments:
         target = Location.of(self.place, self.storage_options)
         if is_file_name(target.name):
             raise target.error(
-                " is the name of a file; give the model's folder", errors.ArgumentError
+                " is the name of a file; give the model's folder, and rename the file in it",
+                errors.ArgumentError,
             )
         require_bool("overwrite", self.overwrite)
         require_bool("durable", self.durable)
