@@ -277,6 +277,12 @@ def test_signed_query_strings_stay_secret(
     assert SECRET not in messages(caught.value, caplog)
 
 
+def test_nothing_is_saved_to_a_web_server(web: RangeServer) -> None:
+    for save in (hf.save, shardstore.save):
+        with pytest.raises(StorageError, match=r"501.*such a store is only read"):
+            save({"w": W}, f"{web.url}/new")
+
+
 # -- the Hub ---------------------------------------------------------------------------------------
 
 

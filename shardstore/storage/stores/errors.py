@@ -276,7 +276,7 @@ def explained(doing: str, url: str, error: BaseException, advice: str = "") -> S
     elif isinstance(error, FileNotFoundError):
         # The file system names a file of this machine, such as that of a web identity.
         advice = _NOT_THERE if error.filename is None else SETTINGS
-    elif isinstance(error, NotImplementedError):
+    elif isinstance(error, NotImplementedError) or getattr(error, "status", None) in (405, 501):
         advice = "such a store is only read: choose a folder or an object store"
     elif code is None and (
         isinstance(error, ConnectionError | TimeoutError)
