@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from shardstore.errors import NotACheckpointError
-from shardstore.storage.checkpoint import StoredCheckpoint
+from shardstore.storage.checkpoint import StoredCheckpoint, settled
 from shardstore.storage.commit.attempt import Attempt, SupersededError
 from shardstore.storage.format.manifest import ChunkRecord, RankManifest
 from shardstore.storage.format.names import MANIFEST_NAME
@@ -37,13 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 def read_base(location: Location) -> dict[str, bytes]:
-    """Return the documents of a base. One rank calls it.
+    """Return the documents of a base, after the end of this process's asynchronous save to it. One
+    rank calls it.
 
     Raises:
         NotACheckpointError, DamagedCheckpointError: the base is not a checkpoint with a manifest,
             or cannot be read.
     """
     found = {}
+    settled(location)
     for name in ("zarr.json", MANIFEST_NAME):
         if (text := location.read_range(name)) is None:
             raise location.error(

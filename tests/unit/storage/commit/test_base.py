@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 import shardstore
 from shardstore.errors import DamagedCheckpointError, FormatVersionError, NotACheckpointError
 from shardstore.mapping import ShardedTensor
+from shardstore.progress import Progress
 from shardstore.storage.runtime.checksums import crc32c
 from shardstore.storage.runtime.counters import counters
 from shardstore.strategies.zarr import ZarrSaveShardedStrategy
@@ -171,6 +173,20 @@ def test_a_whole_base_is_read_once_and_taken_over(tmp_path: Path) -> None:
     counted = save(tensors, tmp_path / "b", base=tmp_path / "a", verify_base=True, durable=False)
     assert counted["chunks_written"] == 0
     assert counted["bytes_read"] == counted["bytes_reused"] == first["bytes_written"]
+
+
+def test_a_base_that_is_still_being_saved_is_waited_for(tmp_path: Path) -> None:
+    tensors, go_on = {"w": torch.randn(4, CHUNK // 4)}, threading.Event()
+
+    def progress(event: Progress) -> None:
+        if event.phase == "commit":
+            assert go_on.wait(60)
+
+    shardstore.async_save(state_of(tensors), tmp_path / "a", SMALL, progress=progress)
+    threading.Timer(0.2, go_on.set).start()
+    counted = save(tensors, tmp_path / "b", base=tmp_path / "a")
+    assert counted["bytes_reused"] > tensors["w"].nbytes
+    check(tensors, tmp_path / "b")
 
 
 def test_a_base_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
