@@ -182,8 +182,9 @@ class LocalFolder(Location):
 
     def stamp(self, name: str) -> tuple[int, object] | None:
         """See :meth:`Location.stamp`."""
-        with suppress(OSError):
-            found = os.stat(f"{self.url}/{name}")
+        path = f"{self.url}/{name}"
+        with store_errors("looking for", path), suppress(*_ABSENT):
+            found = os.stat(path)
             return found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns)
         return None
 

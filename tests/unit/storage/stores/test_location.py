@@ -246,6 +246,15 @@ def test_errors_of_a_disk_are_damage_and_those_of_a_store_not(place: Location) -
     assert place.is_damage(ValueError("wrong bytes"))
 
 
+def test_a_file_that_cannot_be_looked_at_is_an_error_and_not_missing(tmp_path: Path) -> None:
+    """A link to itself is one for every user, as is a folder without permission for some."""
+    (tmp_path / "a").symlink_to("a")
+    place = LocalFolder(str(tmp_path))
+    for look in (place.exists, place.stamp, lambda name: place.sizes([name])):
+        with pytest.raises(StorageError, match=r"looking for .*/a/b failed: Too many levels"):
+            look("a/b")
+
+
 def test_a_file_system_without_a_sync_of_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc has none, as some network file systems. For a file it is an error."""
     fsync("/proc")
