@@ -561,9 +561,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                         if text is None:
                             raise
                 damaged[chosen] = text
-                steps.damaged.add(chosen)
-                text = f"step {chosen} below {self.root.url} is damaged and is skipped: {text}"
-                steps.log("damaged", chosen, text, logging.WARNING)
+                if ranks.together(what=what, decide=lambda _: is_checkpoint(place)):  # noqa: B023
+                    steps.damaged.add(chosen)
+                    text = f"step {chosen} below {self.root.url} is damaged and is skipped: {text}"
+                    steps.log("damaged", chosen, text, logging.WARNING)
+                else:
+                    gone = "step %d below %s does not exist any more and is skipped: %s"
+                    logger.warning(gone, chosen, self.root.url, text)
         self._current = chosen
         if discards:
             steps.discard_later(ranks, infos, chosen)
@@ -574,7 +578,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         content = found.get(CONTENT_METADATA_KEY)
         if isinstance(content, dict) and [*content] == [MARK]:  # no key that the save was given
             del found[CONTENT_METADATA_KEY]
-        return Restored(chosen, loaded, place.url, tuple(damaged))
+        skipped = tuple(number for number in damaged if number in steps.damaged)
+        return Restored(chosen, loaded, place.url, skipped)
 
     def export(
         self, step: int, place: str | os.PathLike[str], **keywords: Unpack[ExportKeywords]

@@ -14,7 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardstore
-from shardstore import CheckpointManager, ShardedObject, ShardedTensor, latest
+from shardstore import (
+    CheckpointManager,
+    ShardedObject,
+    ShardedTensor,
+    delete_checkpoint,
+    latest,
+)
 from shardstore.errors import (
     CheckpointExistsError,
     DamagedCheckpointError,
@@ -126,6 +132,30 @@ def test_damage_is_passed_over_loudly(
     found = restored(managed(place), state)
     assert (found.step, found.damaged) == (3, ())
     assert tensor.eq(33).all()
+
+
+@pytest.mark.parametrize("place", ["disk", "s3"], indirect=True)
+def test_a_step_that_is_deleted_during_a_restore_is_not_called_damaged(
+    place: tuple[str, dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = managed(place)
+    for step in (1, 2):
+        manager.save(step, state_of(step))
+    doomed = [Location.of(*place).child("step-2")]
+
+    def progress(event: Progress) -> None:
+        while doomed:
+            delete_checkpoint(doomed.pop())
+
+    state, tensor = wanted()
+    found = manager.restore(state, progress=progress)
+    assert found is not None
+    assert (found.step, found.damaged) == (1, ())
+    assert tensor.eq(1).all()
+    (text,) = warnings_of(caplog)
+    assert "step 2" in text
+    assert "does not exist any more" in text
+    assert "damaged" not in text
 
 
 def restored_with_memory_for_a_file_but_not_for_its_values(
