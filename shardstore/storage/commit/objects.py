@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any
 
 from shardstore.errors import CheckpointExistsError, CheckpointingException, StorageError
+from shardstore.storage.checkpoint import ReplacedError
 from shardstore.storage.commit.attempt import (
     Attempt,
     DeadTarget,
@@ -603,16 +604,17 @@ def _sweep_targets(place: ObjectPrefix, before: datetime, dry_run: bool) -> list
     for path in sorted(targets):
         prefix = f"{path}/" if path else ""
         target = ObjectPrefix(f"{place.url}/{path}".rstrip("/"), place.options)
-        if is_committed(target):
-            continue
-        names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
-        own = [known[prefix + name] for name in own_names(names, *known_nodes(target, names))]
-        if not own or any(when is not None and when > before for _, when in own):
-            continue
-        found.append(Leftover(target.url, len(own), sum(size for size, _ in own), "attempt"))
-        if not dry_run:
-            with contextlib.suppress(CheckpointExistsError):  # it was committed in the meantime
+        # Another process may commit, replace or delete it in the meantime.
+        with contextlib.suppress(CheckpointExistsError, ReplacedError, SupersededError):
+            if is_committed(target):
+                continue
+            names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+            own = [known[prefix + name] for name in own_names(names, *known_nodes(target, names))]
+            if not own or any(when is not None and when > before for _, when in own):
+                continue
+            if not dry_run:
                 begin(target, SaveOptions(allow_unconditional=True)).withdraw_all()
+            found.append(Leftover(target.url, len(own), sum(size for size, _ in own), "attempt"))
     return found
 
 
