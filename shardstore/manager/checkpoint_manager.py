@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -43,6 +44,9 @@ from shardstore.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 
 LEAST_GRACE_S = 5.0
 """Seconds that the ranks wait for each other even if the time of a notice has passed."""
+BEHIND, BEHIND_S = 8, 60.0
+"""Number of saves whose old steps may wait for their deletion, so that they do not fill the disk,
+and seconds that the next save then waits for the first of them."""
 
 
 class SaveArguments(StepKeywords, total=False):
@@ -138,10 +142,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     arguments. With ``process_group``, only its ranks do, and its first rank counts as rank 0.
 
     Steps are folders directly below the root, named by number. The manager never deletes a folder
-    with another name, or one that no manager saved. Rank 0 deletes steps in the background. It
-    never deletes the newest complete step, or a step that this manager is writing, restoring or
-    using as base. Only one manager (one run) at a time may write below a root. A step that another
-    process reads may be deleted, unless the policy keeps it.
+    with another name, or one that no manager saved. Rank 0 deletes steps in the background; a save
+    waits for a deletion that is 8 saves behind, a minute at most. It never deletes the newest
+    complete step, or a step that this manager is writing, restoring or using as base. Only one
+    manager (one run) at a time may write below a root. A step that another process reads may be
+    deleted, unless the policy keeps it.
 
     A run may go back: restore an earlier step by its number, and then save numbers lower than those
     that exist. From the first such save on, :meth:`latest` and a :meth:`restore` without a step
@@ -230,7 +235,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._steps = Steps(self.root, self._prefix)
         # Exit functions of asynchronous saves run before the interpreter waits for this job.
         self._background = ThreadPoolExecutor(1, "shardstore-manager", yield_to_others)
-        self._last: Future[None] | None = None
+        self._jobs = deque[Future[None]](maxlen=BEHIND)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -464,6 +469,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         except (TypeError, ValueError) as problem:
             prepared.error = problem
         self._open()
+        if self.policy.deletes and len(self._jobs) == BEHIND:
+            wait([self._jobs[0]], BEHIND_S)
         self._began = monotonic()
         return prepared
 
@@ -612,7 +619,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         if self._handle is not None:
             self._handle.wait(0)  # an error in its own progress callback
-        return self._last is None or not wait([self._last], timeout).not_done
+        return not wait([*self._jobs], timeout).not_done
 
     def close(self) -> None:
         """Do :meth:`wait` without a limit, and receive no more signals. The manager can still be
@@ -657,7 +664,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 )
 
         try:
-            self._last = self._background.submit(run)
+            self._jobs.append(self._background.submit(run))
         except RuntimeError:  # at interpreter exit, no more threads can be started
             run()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from shardstore.errors import (
     NotACheckpointError,
     StorageError,
 )
+from shardstore.manager.checkpoint_manager import BEHIND
 from shardstore.manager.steps import Steps, what_is_missing
 from shardstore.progress import Progress
 from shardstore.storage.stores.location import Location
@@ -314,6 +316,17 @@ def test_incomplete_steps_are_warned_about_once(
     assert "; step 3: " in text
     assert "; step 2: " in text
     assert manager.steps() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_deletions_that_are_slower_than_saves_fill_no_disk(tmp_path: Path, later: bool) -> None:
+    most, slow = 0, lambda _: time.sleep(0.02)  # for each step that there is
+    with CheckpointManager(tmp_path, keep_last=1, keep_if=slow) as manager:
+        for step in range(30):
+            (manager.async_save if later else manager.save)(step, state_of(step), durable=False)
+            most = max(most, len(manager.steps()))
+    assert most <= BEHIND + 3
+    assert manager.steps() == [29]
 
 
 def test_a_step_in_use_stays_until_it_is_not(tmp_path: Path) -> None:
