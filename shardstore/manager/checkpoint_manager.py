@@ -642,12 +642,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._swept = True
 
         def job() -> None:
-            try:
-                for url in self._steps.sweep(self._sweep_after):
-                    logger.info("removed the remains of an unfinished save: %s", url)
-            except errors.StorageError:
-                self._swept = False  # the next save or restore repeats it
-                raise
+            for url in self._steps.sweep(self._sweep_after):
+                logger.info("removed the remains of an unfinished save: %s", url)
 
         self._later(job)
 
@@ -658,6 +654,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             try:
                 job()
             except Exception as error:
+                self._swept &= not isinstance(error, errors.StorageError)  # of a deletion too
                 logger.warning(
                     f"background work on {self.root.url} failed; it is repeated after the next "
                     f"save: {type(error).__name__}: {error}"

@@ -56,6 +56,7 @@ SEEN_S, POLL_S = 90.0, 0.2
 """Seconds to wait for a folder that another machine created, and between two looks for it."""
 _DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 """File systems of one machine, which show a new file at once."""
+_given_up: set[str] = set()  # the IDs of attempts that this process could not remove
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _ASIDE = ".replaced"
@@ -175,6 +176,7 @@ class FolderAttempt(Attempt):
         try:
             self.remove(durable=durable)
         except OSError as error:
+            _given_up.add(self.id)
             logger.warning(
                 "%s, which is no longer needed, could not be removed: %s", self.location.url, error
             )
@@ -438,9 +440,11 @@ def sweep(left: FolderAttempt) -> bool:
 def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
     """Return whether the process that owns a folder is dead: it ran on this host and has ended, or
     it ran on another host, or is hidden on this one, and nothing was written to the folder for
-    ``older_than``."""
+    ``older_than``. An attempt that this process could not remove is dead too."""
     if os.path.islink(url):
         return False
+    if found["id"] in _given_up:
+        return True
     if found["machine"] == _machine() and not _is_hidden(pid := int(found["pid"])):
         return _start_of(pid) != found["started"]
     try:

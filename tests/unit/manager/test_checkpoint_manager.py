@@ -490,3 +490,20 @@ def test_a_sweep_that_failed_is_repeated(tmp_path: Path, caplog: pytest.LogCaptu
     manager.save(1, state_of(1))
     manager.close()
     assert os.listdir(root) == ["step-1"]
+
+
+def test_a_deletion_that_failed_is_repeated(tmp_path: Path) -> None:
+    """Such as that of a file in use on NFS. The rest of the step is no step any more."""
+    root = folder_for_all(tmp_path / "run", 0o777)
+    manager = CheckpointManager(root, keep_last=1)
+    with another_user():
+        manager.save(1, state_of(1))
+        (chunk,) = root.glob("step-1/w/c*")
+        chunk.parent.chmod(0o555)
+        manager.save(2, state_of(2))
+        assert manager.wait(60)
+        (left,) = root.glob(".step-1.*/w")
+        left.chmod(0o755)
+        manager.save(3, state_of(3))
+        manager.close()
+    assert os.listdir(root) == ["step-3"]
