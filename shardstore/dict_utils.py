@@ -30,12 +30,12 @@ MOST_DEEP = 300
 """Largest number of nested dicts and lists; functions that walk them call themselves."""
 
 _NESTED = (dict, list)  # a tuple, because `dict | list` makes an object for each test
-_PLAIN = (int, float, bool, str, type(None))
+PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 def is_flat(x: object) -> bool:
     """Return whether a value is a list of numbers and text, which is stored as one value."""
-    return isinstance(x, list) and all(type(value) in _PLAIN for value in x)
+    return isinstance(x, list) and PLAIN.issuperset(map(type, x))
 
 
 def extract_matching_values(

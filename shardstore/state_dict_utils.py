@@ -266,6 +266,9 @@ class StateSplit:
         if is_list and dict_utils.is_flat(x):
             # One value, because a data loader may have a million numbers.
             return self._leaf([*x], path, built=built)
+        is_plain = type(x) is dict and dict_utils.PLAIN.issuperset(map(type, x.values()))
+        if is_plain and not self._loading:  # a list may have many of them
+            return {_COMMON}, {_COMMON: x.copy()}
         for key, value in list(enumerate(x) if isinstance(x, list) else x.items()):
             here = (*path, dict_utils.Position(key) if is_list else key)
             made = self._adopt(value, here) if isinstance(value, torch.Tensor) else value
