@@ -402,11 +402,13 @@ class StoredCheckpoint:
         Raises:
             DamagedCheckpointError: the checksums differ, or the file is missing and the commit
                 names it.
+            ReplacedError: they do because the checkpoint was replaced or deleted.
         """
         known = None if self.root is None else self.root.file_sums.get(name)
         found = None if data is None else crc32c(data, 0)
         if not isinstance(known, int) or known == found:
             return
+        self.require_unchanged()
         what = "is missing, and the commit names it: the checkpoint is damaged"
         if found is not None:
             what = (

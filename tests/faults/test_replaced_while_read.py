@@ -9,8 +9,9 @@ import itertools
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import shardstore
+from shardstore.convert import convert
 from shardstore.errors import NotACheckpointError
 from shardstore.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardstore.storage.checkpoint import ReplacedError, StoredCheckpoint
@@ -150,6 +152,18 @@ def test_a_verification_of_a_replaced_checkpoint_finds_no_damage(place: Path) ->
     verify = partial(findings, place, threads=1)
     for _ in at_each_opening(place, verify, lambda: save(place, 2)):
         assert verify() == []
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_conversion_of_a_replaced_checkpoint_finds_no_damage(place: Path, deletes: bool) -> None:
+    def read() -> None:
+        out = tempfile.mkdtemp(dir=place.parent)
+        convert(place, out, target_format="dcp", verify=False)
+
+    change = partial(shutil.rmtree, place) if deletes else partial(save, place, 2)
+    for _ in at_each_opening(place, read, change):
+        with suppress(NotACheckpointError, ReplacedError):
+            read()
 
 
 def test_an_open_checkpoint_that_is_replaced_is_an_error(place: Path) -> None:
