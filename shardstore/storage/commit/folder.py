@@ -446,7 +446,9 @@ def _is_dead(found: re.Match[str], url: str, older_than: timedelta) -> bool:
     if found["id"] in _given_up:
         return True
     if found["machine"] == _machine() and not _is_hidden(pid := int(found["pid"])):
-        return _start_of(pid) != found["started"]
+        with contextlib.suppress(OSError):  # else unknown, for example with too many open files
+            return _start_of(pid) != found["started"]
+        return False
     try:
         top = Path(url)
         written = max(path.lstat().st_mtime for path in (top, *top.rglob("*")))
@@ -512,7 +514,7 @@ def _start_of(pid: int) -> str:
     runs. The start time distinguishes the process from a later one with the same number."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "x"
     fields = stat.rpartition(")")[2].split()
     return fields[19] if fields[0] not in "ZX" else "x"

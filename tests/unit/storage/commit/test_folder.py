@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -13,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -370,6 +372,19 @@ def test_attempts_of_dead_processes_are_swept_those_of_living_ones_not(
     assert sweep(target) == [live_attempt]
     assert not os.path.exists(live_attempt)
     assert mine.location.path.exists()
+
+
+def test_the_owner_of_an_attempt_is_alive_if_it_cannot_be_looked_at(target: Path) -> None:
+    """A sweep of a process with too many open files removed what others were writing."""
+    attempt = begin(Location.of(target), SaveOptions())
+    found = commit._ATTEMPT.fullmatch(attempt.location.name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        is_dead = commit._is_dead(found, attempt.location.url, timedelta(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not is_dead
 
 
 @pytest.mark.parametrize("field", ["machine", "pid", "started"])
