@@ -28,6 +28,7 @@ from shardstore.errors import ArgumentError, DamagedCheckpointError, NotACheckpo
 from shardstore.hf.files import by_alignment, has_listing, is_file_name
 from shardstore.hf.urls import locate
 from shardstore.progress import Operation, ProgressArgument, callback_of, log_event, metered
+from shardstore.storage.checkpoint import settled
 from shardstore.storage.commit.identity import TORCH_NAMES, has_dcp_metadata, instead, what_else
 from shardstore.storage.format import dtypes
 from shardstore.storage.format.documents import ArrayMeta
@@ -131,7 +132,7 @@ def convert(
     for name, number in (("memory_budget", memory_budget), ("file_bytes", file_bytes)):
         require_number(name, number)
     callback_of(progress, shows=False)
-    place = locate(source, source_options)
+    place = settled(locate(source, source_options))
     output = Location.of(target, target_options)
     _require_apart(place, output)
     if (beside := output.parent()) is None:

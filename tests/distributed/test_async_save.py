@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardstore
 from shardstore import async_handle
+from shardstore.convert import convert
 from shardstore.dcp import StorageReader
 from shardstore.distributed import coordinator as ranks
 from shardstore.errors import CheckpointingException, RanksError, SaveInProgressError, StorageError
@@ -270,6 +271,17 @@ def loads_of_the_same_place_wait_for_it(rank: int, world_size: int, folder: Path
         assert handle.done()
         assert handle.exception() is None
     manager.wait()
+
+
+def test_conversions_and_deletions_wait_for_the_save_of_their_place(tmp_path: Path) -> None:
+    to_model = partial(convert, target=tmp_path / "model", target_format="safetensors")
+    for work in (to_model, shardstore.delete_checkpoint):
+        gated, state = Gated(), {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+        handle = shardstore.async_save(state, tmp_path / "c", gated, overwrite=True)
+        threading.Timer(0.3, gated.gate.set).start()
+        work(tmp_path / "c")
+        assert handle.exception() is None
+    assert remains(tmp_path) == ["model"]
 
 
 def an_aborted_save_leaves_nothing(rank: int, world_size: int, folder: Path) -> None:

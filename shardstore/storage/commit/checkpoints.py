@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from shardstore.errors import CheckpointExistsError, NotACheckpointError, StorageError
+from shardstore.storage.checkpoint import settled
 from shardstore.storage.commit import folder, identity, objects
 from shardstore.storage.commit.attempt import Attempt, DeadTarget, Leftover
 from shardstore.storage.options import SaveOptions, require_bool, require_duration
@@ -163,7 +164,7 @@ def delete_checkpoint(
         StorageError: the store failed, or another process claimed the place before anything was
             deleted.
     """
-    location = Location.of(place, storage_options)
+    location = settled(Location.of(place, storage_options))
     require_checkpoint(location)
     _COMMITS[type(location)].delete(location)
 
