@@ -180,9 +180,10 @@ def check_tuple(value: tuple[Any, ...], path: dict_utils.Path) -> None:
             key=name,
         )
     if any(map(is_distributed, inside)):
+        what = "a DTensor" if any(map(is_dtensor, inside)) else "a part of a tensor"
         raise AccessPatternError(
-            f"there is a DTensor, or a part of a tensor, inside the tuple at {path}; tuples are "
-            "not searched for tensors, so make it a list",
+            f"there is {what} inside the tuple at {path}; tuples are not searched for tensors, so "
+            "make it a list",
             key=name,
         )
 

@@ -514,7 +514,7 @@ def tensors_that_name_their_parts(rank: int, world_size: int, folder: Path) -> N
     save = partial(shardstore.save, {"w": short}, folder / "d")
     raised(save, "'w' names [1, 1, 0] global_offsets", kind=AccessPatternError | RanksError)
     save = partial(shardstore.save, {"w": (parts_of(whole, saved[rank]),)}, folder / "d")
-    raised(save, "inside the tuple", kind=AccessPatternError | RanksError)
+    raised(save, "a part of a tensor inside the tuple", kind=AccessPatternError | RanksError)
 
 
 def a_described_dtensor_without_memory_is_named(rank: int, world_size: int, folder: Path) -> None:
