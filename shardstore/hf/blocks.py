@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -315,7 +316,7 @@ def _owned(ranges: Iterable[_Range], ranks: Sequence[int], in_order: bool) -> li
             for piece, who in one.pieces
         ]
         blocks.append(Block(one.name, one.start, one.stop, owner, pieces))
-    return blocks
+    return sorted(blocks, key=itemgetter(0, 1))
 
 
 class _Sweep:
