@@ -137,12 +137,21 @@ def held_shards(key: str, tensor: Any, loading: bool) -> HeldShards:
         loading: whether the tensor is loaded, not saved.
 
     Raises:
-        AccessPatternError: a placement is neither a shard nor a replica.
+        AccessPatternError: a placement is neither a shard nor a replica, or a tensor names its
+            parts wrongly.
         ArgumentError: a tensor that names its parts is on the meta device.
         DTypeMismatchError: the local tensor is not plain memory.
     """
     if not is_dtensor(tensor):
-        return HeldShards(tensor, _named_parts(key, tensor))
+        try:
+            return HeldShards(tensor, _named_parts(key, tensor))
+        except ArgumentError:  # which is a TypeError too
+            raise
+        except TypeError as error:
+            text = f"key {key!r} does not name its parts as torch's CheckpointableTensor does"
+            raise AccessPatternError(
+                f"{text} ({error}); give tuples of whole numbers", key=key
+            ) from error
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -513,6 +513,8 @@ def tensors_that_name_their_parts(rank: int, world_size: int, folder: Path) -> N
         raised(call, "'w' names its parts", "meta device", kind=ArgumentError | RanksError)
     save = partial(shardstore.save, {"w": short}, folder / "d")
     raised(save, "'w' names [1, 1, 0] global_offsets", kind=AccessPatternError | RanksError)
+    short.local_sizes = [3]
+    raised(save, "'w' does not name its parts", "tuples", kind=AccessPatternError | RanksError)
     save = partial(shardstore.save, {"w": (parts_of(whole, saved[rank]),)}, folder / "d")
     raised(save, "a part of a tensor inside the tuple", kind=AccessPatternError | RanksError)
 
