@@ -49,7 +49,7 @@ class Adoption:
         loading: whether the state is loaded, not saved.
         arrays: keys of the plain tensors that are arrays; ``True``: all. A save takes all after its
             first DTensor.
-        has_dtensors: whether there was a DTensor, or a tensor that names its parts.
+        has_distributed: whether there was a DTensor, or a tensor that names its parts.
         held: the DTensors that were described, by path.
         left: the tensors that were left as values, by path; of a save, those that an array can
             have.
@@ -58,7 +58,7 @@ class Adoption:
     everyone: frozenset[int] | None
     loading: bool
     arrays: Container[str] | bool = False
-    has_dtensors: bool = False
+    has_distributed: bool = False
     left: dict[Path, torch.Tensor] = field(default_factory=dict)
     held: dict[Path, HeldShards] = field(default_factory=dict)
     _made: dict[str, tuple[Path, Any]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Adoption:
             return value if self.everyone is None else claimed(self.everyone, value)
         key = dotted(path)
         if is_distributed(value):
-            self.has_dtensors = True
+            self.has_distributed = True
             self.arrays = self.arrays or not self.loading
         elif not (self.loading or is_plain(value)):
             return value

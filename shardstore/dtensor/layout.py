@@ -143,10 +143,14 @@ def held_shards(key: str, tensor: Any, loading: bool) -> HeldShards:
         DTypeMismatchError: the local tensor is not plain memory.
     """
     if not is_dtensor(tensor):
+        if tensor.is_meta:
+            raise ArgumentError(
+                f"key {key!r} names its parts and is on the meta device, where it has no values; "
+                "make it with torch.empty_like() on another device, and name its parts there",
+                key=key,
+            )
         try:
             return HeldShards(tensor, _named_parts(key, tensor))
-        except ArgumentError:  # which is a TypeError too
-            raise
         except TypeError as error:
             text = f"key {key!r} does not name its parts as torch's CheckpointableTensor does"
             raise AccessPatternError(
@@ -204,12 +208,6 @@ def _named_parts(key: str, tensor: Any) -> list[mapping.ShardedTensor]:
         raise AccessPatternError(
             f"key {key!r} names {counts} global_offsets, local_offsets and local_sizes; give as "
             "many of each",
-            key=key,
-        )
-    if tensor.is_meta:
-        raise ArgumentError(
-            f"key {key!r} names its parts and is on the meta device, where it has no values; make "
-            "it with torch.empty_like() on another device, and name its parts there",
             key=key,
         )
     data = dtypes.unwrapped(tensor.detach())

@@ -281,7 +281,8 @@ class StorePlace:
     def begin(self, layout: FileLayout) -> object:
         """Remove the model that is replaced, and record the export."""
         self._clear()
-        self._names, self._uploads = {*layout.heads}, {"": uuid4().hex}
+        self._names = {*layout.heads}
+        self._uploads = {"": uuid4().hex}  # these stores have no IDs of uploads by file
         self._remote.write(RECORD_NAME, json.dumps(self._uploads).encode())
         return self._uploads
 

@@ -116,7 +116,7 @@ def warn_unloaded(
     adoption: Adoption,
     loaded: StateDict,
     stored_arrays: Callable[[], Iterable[str]],
-    context: LoadContext,
+    url: str,
     rank: int,
 ) -> None:
     """Log a warning that names the stored arrays that the load left out, although the caller gave
@@ -128,7 +128,7 @@ def warn_unloaded(
         adoption: the tensors of the given state.
         loaded: the loaded state.
         stored_arrays: returns the keys of the stored arrays; called if any may be left out.
-        context: the context of the load.
+        url: URL of the checkpoint.
         rank: this rank.
     """
     hidden = {dotted(at) for at, given in wanted.others if _may_hide(at, given, loaded)}
@@ -155,7 +155,7 @@ def warn_unloaded(
             "that is no tensor in their places, or a list that ends before; give a tensor of the "
             "stored shape there",
             len(left),
-            context.stored.location.url,
+            url,
             left[:SHOWN],
             rank,
         )

@@ -234,7 +234,8 @@ def run_load(request: LoadRequest) -> Loaded:
         # Without adopted tensors keys are no paths, and the other modes compare them.
         if is_adopted and request.mode is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
             arrays = partial(called, matched.for_tensors.load_tensors_metadata, context)
-            warn_unloaded(matched.wanted, opened.adoption, loaded, arrays, context, ranks.rank)
+            url, rank = location.url, ranks.rank
+            warn_unloaded(matched.wanted, opened.adoption, loaded, arrays, url, rank)
     if ranks.is_coordinator:
         warn_of_dcp(location)
         url, size, seconds = location.url, meter.now.bytes_total, perf_counter() - started
@@ -311,7 +312,7 @@ def open_checkpoint(request: LoadRequest, location: Location, meter: Meter) -> O
         if request.error is not None:
             raise request.error
         wanted = StateSplit(state, loading=True, adopt=adoption)
-        needs_keys = bool(adoption.left) and (adoption.has_dtensors or are_adopted(wanted.found))
+        needs_keys = bool(adoption.left) and (adoption.has_distributed or are_adopted(wanted.found))
         if not wanted.has_shards:
             others = {dotted(at): one for at, one in wanted.others}
             require_loadable(others, "the value", refuse_meta=False)

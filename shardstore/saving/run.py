@@ -160,7 +160,7 @@ def split_state(request: SaveRequest, *, arrays: bool = False) -> SplitState:
         )
     adoption = Adoption(frozenset(ranks.members), loading=False, arrays=arrays)
     split = StateSplit(request.state, loading=False, adopt=adoption)
-    if adoption.has_dtensors and adoption.left:  # plain tensors came first
+    if adoption.has_distributed and adoption.left:  # plain tensors came first
         split = StateSplit(request.state, loading=False, adopt=adoption)
     tensors, values = ((one.backend, one.version) if one else None for one in strategies)
     about = RootContent(common_backend=values, sharded_backend=tensors or ("", 0))
